@@ -1,0 +1,266 @@
+//! run.toml: parsed and validated once, nothing resolved.
+//!
+//! - Order of settings: built-in defaults, then the file, then each `--set a.b=c` as given.
+//! - An unknown key is an error that names the nearest known one; sizes are strings with units.
+//! - Paths are kept as written; relative ones are meant from the current directory.
+//!
+//! Nothing here reads a file, asks the machine or knows a device: `train` and the tools do.
+
+pub mod parse;
+
+use std::path::PathBuf;
+
+use crate::tile::{GradientDtype, Precision};
+
+/// A byte count that a person wrote, or `"auto"`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    /// As the machine allows; resolved once, at the start, and printed.
+    Auto,
+    /// Bytes.
+    Bytes(u64),
+}
+
+/// `[model]`
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// Directory in Hugging Face's layout; `None` only in the embedded quickstart.
+    pub path: Option<PathBuf>,
+    /// Precision of weights and master.
+    pub precision: Precision,
+    /// Where weights come from.
+    pub init: WeightInit,
+}
+
+/// Where weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightInit {
+    /// From the safetensors files under `model.path`.
+    Pretrained,
+    /// Random, from `train.seed`; `model.path` needs only a config.json.
+    Random,
+}
+
+/// How the rows of a dataset are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DataFormat {
+    /// By the keys of the first rows.
+    Auto,
+    /// `messages`: a list of `{role, content}`.
+    Messages,
+    /// `conversations`: a list of `{from, value}`.
+    Sharegpt,
+    /// `instruction`, `input`, `output`.
+    Alpaca,
+    /// `prompt` and `completion`, or `question` and `answer`.
+    Prompt,
+    /// `text`, or the whole of a .txt file.
+    Text,
+    /// `input_ids`, and `labels` if present.
+    Tokens,
+}
+
+/// `[data]`
+#[derive(Clone, Debug, PartialEq)]
+pub struct DataConfig {
+    /// Training files.
+    pub train: Vec<PathBuf>,
+    /// Evaluation files.
+    pub eval: Vec<PathBuf>,
+    /// Row format.
+    pub format: DataFormat,
+    /// Most tokens of a sequence.
+    pub seq_len: u64,
+    /// Several short documents share a sequence, each attending only to itself.
+    pub packing: bool,
+    /// Rows are shuffled anew each epoch, from `train.seed`.
+    pub shuffle: bool,
+    /// A longer row is cut at `seq_len`; otherwise it is refused by name.
+    pub truncate: bool,
+}
+
+/// Shape of the learning rate over steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RateSchedule {
+    /// Peak after warm-up.
+    Constant,
+    /// Straight line to the floor.
+    Linear,
+    /// Half a cosine to the floor.
+    Cosine,
+    /// Warm-up, stable, then a straight decay over the last tenth of the steps.
+    Wsd,
+}
+
+/// `[train]`
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainConfig {
+    /// Optimizer steps; exclusive with `epochs`.
+    pub steps: Option<u64>,
+    /// Passes over the data.
+    pub epochs: Option<u64>,
+    /// Sequences of a micro-batch.
+    pub micro_batch: u64,
+    /// Micro-batches of a step.
+    pub micro_batches: u64,
+    /// Peak rate.
+    pub learning_rate: f64,
+    /// Shape over steps.
+    pub schedule: RateSchedule,
+    /// Steps from 0 to the peak.
+    pub warmup_steps: u64,
+    /// Floor of the schedule.
+    pub min_learning_rate: f64,
+    /// AdamW's betas.
+    pub betas: [f64; 2],
+    /// AdamW's epsilon.
+    pub eps: f64,
+    /// Decoupled decay of tensors of rank ≥ 2.
+    pub weight_decay: f64,
+    /// Global gradient norm is clipped to this; 0 is off.
+    pub max_grad_norm: f64,
+    /// Format of gradients between device and optimizer.
+    pub gradient_dtype: GradientDtype,
+    /// Steps between evaluations; 0 is never.
+    pub eval_every: u64,
+    /// Seed of everything random.
+    pub seed: u64,
+}
+
+/// One path of `memory.store`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StorePath {
+    /// Directory of the scratch store.
+    pub path: PathBuf,
+    /// Most bytes to use there.
+    pub size: Size,
+}
+
+/// What activations are kept instead of recomputed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recompute {
+    /// Kept as far as `memory.device` allows.
+    Auto,
+    /// Every block is recomputed.
+    All,
+    /// Nothing is recomputed; refused if it does not fit.
+    None,
+}
+
+/// `[memory]`
+#[derive(Clone, Debug, PartialEq)]
+pub struct MemoryConfig {
+    /// Arena of the device.
+    pub device: Size,
+    /// Arena of the host.
+    pub host: Size,
+    /// Where overflow is spilled.
+    pub store: Vec<StorePath>,
+    /// Device buffers of block weights, 1..=8: 2 is a double buffer.
+    pub buffers: u64,
+    /// Host slabs of extents in flight, 4..=256.
+    pub slabs: u64,
+    /// Kept or recomputed activations.
+    pub recompute: Recompute,
+    /// Engine of the store: `None` is by a probe.
+    pub io_engine: Option<IoEngine>,
+}
+
+/// Engine of the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoEngine {
+    /// io_uring.
+    Uring,
+    /// A pool of threads with pread and pwrite.
+    Pread,
+}
+
+/// `[checkpoint]`
+#[derive(Clone, Debug, PartialEq)]
+pub struct CheckpointConfig {
+    /// Directory of the checkpoint store; `None` is `log.dir`/checkpoint.
+    pub dir: Option<PathBuf>,
+    /// Steps between commits; 0 is off, with a warning.
+    pub every: u64,
+    /// Commits that are kept, at least 1.
+    pub keep: u64,
+}
+
+/// `[log]`
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogConfig {
+    /// Directory of metrics, plots and traces.
+    pub dir: PathBuf,
+}
+
+/// A run, as a person described it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunConfig {
+    /// `[model]`
+    pub model: ModelConfig,
+    /// `[data]`
+    pub data: DataConfig,
+    /// `[train]`
+    pub train: TrainConfig,
+    /// `[memory]`
+    pub memory: MemoryConfig,
+    /// `[checkpoint]`
+    pub checkpoint: CheckpointConfig,
+    /// `[log]`
+    pub log: LogConfig,
+}
+
+impl Default for RunConfig {
+    fn default() -> RunConfig {
+        RunConfig {
+            model: ModelConfig {
+                path: None,
+                precision: Precision::Bf16,
+                init: WeightInit::Pretrained,
+            },
+            data: DataConfig {
+                train: Vec::new(),
+                eval: Vec::new(),
+                format: DataFormat::Auto,
+                seq_len: 1024,
+                packing: true,
+                shuffle: true,
+                truncate: false,
+            },
+            train: TrainConfig {
+                steps: None,
+                epochs: None,
+                micro_batch: 1,
+                micro_batches: 1,
+                learning_rate: 1e-5,
+                schedule: RateSchedule::Cosine,
+                warmup_steps: 0,
+                min_learning_rate: 0.0,
+                betas: [0.9, 0.999],
+                eps: 1e-8,
+                weight_decay: 0.01,
+                max_grad_norm: 1.0,
+                gradient_dtype: GradientDtype::Bf16,
+                eval_every: 0,
+                seed: 0,
+            },
+            memory: MemoryConfig {
+                device: Size::Auto,
+                host: Size::Auto,
+                store: Vec::new(),
+                buffers: 2,
+                slabs: 16,
+                recompute: Recompute::Auto,
+                io_engine: None,
+            },
+            checkpoint: CheckpointConfig {
+                dir: None,
+                every: 100,
+                keep: 2,
+            },
+            log: LogConfig {
+                dir: PathBuf::from("runs/terrace"),
+            },
+        }
+    }
+}

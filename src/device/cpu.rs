@@ -1,0 +1,3 @@
+//! The CPU device.
+/// The CPU device.
+pub struct CpuDevice {}

@@ -1,0 +1,80 @@
+//! The device tier: an arena of its own, and one function an operation.
+//!
+//! - [`Device`] is an enum; its functions in [`ops`] are held to the same goldens on every side.
+//! - Memory is one arena; a [`View`] is a typed range of it. Views are handles: they own nothing and
+//!   can be copied; what may be written when is the schedule's to say.
+//! - On the CPU device the arena is memory of its own, so promotion is a real copy.
+//! - Reductions run in a fixed order: the same bits for any number of threads.
+//!
+//! Nothing here knows layers, tiles or the host arena. `transfer` copies in and out; `layer` launches.
+
+mod cpu;
+pub mod ops;
+
+pub use cpu::CpuDevice;
+
+/// Numeric format of a view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// 4 bytes.
+    F32,
+    /// 2 bytes.
+    Bf16,
+}
+
+impl Dtype {
+    /// Bytes of an element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::Bf16 => 2,
+        }
+    }
+}
+
+/// A typed range of a device's arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct View {
+    /// First byte; 64-byte aligned for regions that the plan cuts.
+    pub offset: u64,
+    /// Elements.
+    pub count: u64,
+    /// Format.
+    pub dtype: Dtype,
+}
+
+impl View {
+    /// A view of `count` elements at byte `offset`.
+    pub fn new(offset: u64, count: u64, dtype: Dtype) -> View {
+        View {
+            offset,
+            count,
+            dtype,
+        }
+    }
+
+    /// Elements `start..start + count` of this view.
+    pub fn slice(self, start: u64, count: u64) -> View {
+        assert!(
+            start + count <= self.count,
+            "slice {start}+{count} of {}",
+            self.count
+        );
+        View {
+            offset: self.offset + start * self.dtype.bytes(),
+            count,
+            dtype: self.dtype,
+        }
+    }
+
+    /// Bytes covered.
+    pub fn bytes(self) -> u64 {
+        self.count * self.dtype.bytes()
+    }
+}
+
+/// A place that computes, with memory of its own.
+pub enum Device {
+    /// The processor, in f32 arithmetic over bf16 or f32 weights.
+    Cpu(CpuDevice),
+}
