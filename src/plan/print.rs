@@ -1,0 +1,151 @@
+//! The plan as a table for people and as JSON for programs.
+
+use std::fmt::Write;
+
+use super::{GradientSlots, Home, Plan};
+use crate::schedule::simulate::{Prediction, Rates};
+use crate::tile::Section;
+
+/// Bytes with a unit and three digits: 1.50 GiB.
+pub fn bytes_text(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1023.95 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.2} {}", units[unit]) }
+}
+
+/// Parameters with a unit: 134.5 M.
+pub fn count_text(count: u64) -> String {
+    match count {
+        0..1_000_000 => format!("{count}"),
+        1_000_000..1_000_000_000 => format!("{:.1} M", count as f64 / 1e6),
+        _ => format!("{:.2} B", count as f64 / 1e9),
+    }
+}
+
+impl Plan {
+    /// Bytes of the sections of a kind with homes in host and in the store.
+    fn placed(&self, section: Section) -> (u64, u64) {
+        let mut placed = (0, 0);
+        for tile in &self.tiles {
+            let bytes = tile.layout.section_bytes(section, self.precision);
+            match tile.homes[section as usize] {
+                Some(Home::Host) => placed.0 += bytes,
+                Some(Home::Store) => placed.1 += bytes,
+                None => {}
+            }
+        }
+        placed
+    }
+
+    /// The table that `terrace plan` prints.
+    pub fn table(&self, prediction: &Prediction, rates: &Rates) -> String {
+        let mut text = String::new();
+        let mut line = |name: &str, host: String, store: String, device: String| {
+            writeln!(text, "  {name:<34}{device:>14}{host:>14}{store:>14}").ok();
+        };
+        line("", "host".into(), "store".into(), "device".into());
+        let shown = |bytes: u64| if bytes == 0 { "-".to_string() } else { bytes_text(bytes) };
+        for section in Section::present(self.precision) {
+            let (host, store) = self.placed(section);
+            line(&section.to_string(), shown(host), shown(store), "-".into());
+        }
+        let waiting = match self.host.gradient_slots {
+            GradientSlots::PerTile => "gradients that wait for the norm",
+            GradientSlots::Shared => "gradient slots",
+        };
+        line(waiting, shown(self.host.gradients), "-".into(), "-".into());
+        let ring = self.host.slabs * self.host.slab_bytes;
+        line(&format!("{} slabs", self.host.slabs), shown(ring), "-".into(), "-".into());
+        for (name, bytes) in &self.map.parts {
+            line(name, "-".into(), "-".into(), shown(*bytes));
+        }
+        let totals = (self.host.bytes, self.spilled_bytes, self.map.bytes);
+        line("total", shown(totals.0), shown(totals.1), shown(totals.2));
+        let budgets = (self.budgets.host, self.budgets.store, self.budgets.device);
+        line("budget", shown(budgets.0), shown(budgets.1), shown(budgets.2));
+        let pairs = u64::from(self.blocks) * self.map.shape.micros;
+        writeln!(
+            text,
+            "  kept: {} of {pairs} block activations, the others are recomputed; {} weight buffers, \
+             {} micro-batches of at most {} tokens",
+            self.kept.len(),
+            self.map.buffers.len(),
+            self.map.shape.micros,
+            self.map.shape.tokens,
+        )
+        .ok();
+        if self.checkpoint_bytes > 0 {
+            let bytes = bytes_text(self.checkpoint_bytes);
+            writeln!(text, "  checkpoints: {bytes} in checkpoint.dir, (keep + 1) x the state").ok();
+        } else {
+            writeln!(text, "  checkpoints: off (checkpoint.every = 0): a crash loses the run").ok();
+        }
+        writeln!(
+            text,
+            "  a step moves: up {}, down {}, store read {}, store write {}",
+            bytes_text(prediction.promote_bytes),
+            bytes_text(prediction.demote_bytes),
+            bytes_text(prediction.read_bytes),
+            bytes_text(prediction.write_bytes),
+        )
+        .ok();
+        writeln!(
+            text,
+            "  predicted: {:.3} s a step, {:.0} tokens/s, bound by {} (compute {:.3} s, up {:.3} s, \
+             down {:.3} s, store {:.3} s, AdamW {:.3} s){}",
+            prediction.step_seconds,
+            prediction.tokens as f64 / prediction.step_seconds,
+            prediction.bound(),
+            prediction.compute_seconds,
+            prediction.promote_seconds,
+            prediction.demote_seconds,
+            prediction.store_seconds,
+            prediction.update_seconds,
+            if rates.shared_cores { "; compute and AdamW share the cores" } else { "" },
+        )
+        .ok();
+        text
+    }
+
+    /// The plan as JSON: sizes in bytes, times in seconds.
+    pub fn json(&self, prediction: &Prediction, rates: &Rates) -> serde_json::Value {
+        let sections: serde_json::Map<String, serde_json::Value> =
+            Section::present(self.precision)
+                .map(|section| {
+                    let (host, store) = self.placed(section);
+                    (section.to_string(), serde_json::json!({ "host": host, "store": store }))
+                })
+                .collect();
+        let parts: serde_json::Map<String, serde_json::Value> =
+            self.map.parts.iter().map(|(name, bytes)| (name.to_string(), (*bytes).into())).collect();
+        serde_json::json!({
+            "device": self.device.name,
+            "parameters": self.parameters,
+            "clipping": self.clipping,
+            "budgets": {
+                "device": self.budgets.device, "host": self.budgets.host, "store": self.budgets.store,
+            },
+            "host": {
+                "total": self.host.bytes, "homes": self.host.homes, "gradients": self.host.gradients,
+                "slabs": self.host.slabs, "slab_bytes": self.host.slab_bytes,
+            },
+            "store": { "total": self.spilled_bytes },
+            "device_arena": { "total": self.map.bytes, "parts": parts },
+            "checkpoint": { "total": self.checkpoint_bytes },
+            "sections": sections,
+            "kept": self.kept.len(),
+            "block_micro_pairs": u64::from(self.blocks) * self.map.shape.micros,
+            "buffers": self.map.buffers.len(),
+            "micro_batches": self.map.shape.micros,
+            "micro_batch_tokens": self.map.shape.tokens,
+            "rates": rates,
+            "prediction": prediction,
+            "bound_by": prediction.bound(),
+        })
+    }
+}

@@ -1,0 +1,352 @@
+//! Where everything lies in the device's arena: pure offset arithmetic.
+//!
+//! - A region starts on [`REGION_ALIGN`] bytes and is never moved during a run.
+//! - Regions are sized for the most tokens that a micro-batch can have; a smaller one uses the front.
+//! - The wide accumulator of an untied model serves the head and then the embedding: the schedule
+//!   demotes the first before it clears it for the second.
+//!
+//! What is written into a region, and when, is `schedule`'s; the launches are `layer`'s.
+
+use crate::model::ModelSpec;
+use crate::tile::{Precision, Section};
+
+/// Alignment of a region, in bytes.
+pub const REGION_ALIGN: u64 = 256;
+
+/// Bytes of an f32.
+const F32: u64 = 4;
+
+/// Hands out regions one after another.
+struct Cutter {
+    next: u64,
+}
+
+impl Cutter {
+    fn cut(&mut self, bytes: u64) -> u64 {
+        let offset = self.next;
+        self.next = (offset + bytes).next_multiple_of(REGION_ALIGN);
+        offset
+    }
+}
+
+/// Offsets, within a workspace, of what a block's forward leaves for its backward. `T` is the
+/// capacity in tokens; act is the device's activation format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockWorkspace {
+    /// Normed input, act `[T, H]`.
+    pub n1: u64,
+    /// Inverse RMS of the input, f32 `[T]`.
+    pub inv1: u64,
+    /// Queries as attention sees them, act `[T, heads·D]`.
+    pub q: u64,
+    /// Keys, act `[T, kv_heads·D]`.
+    pub k: u64,
+    /// Values, act `[T, kv_heads·D]`.
+    pub v: u64,
+    /// Queries before their norm, act `[T, heads·D]`; only with q/k norm.
+    pub q_raw: u64,
+    /// Keys before their norm, act `[T, kv_heads·D]`; only with q/k norm.
+    pub k_raw: u64,
+    /// Inverse RMS of each query head, f32 `[T, heads]`; only with q/k norm.
+    pub inv_q: u64,
+    /// Inverse RMS of each key head, f32 `[T, kv_heads]`; only with q/k norm.
+    pub inv_k: u64,
+    /// Attention's output, act `[T, heads·D]`.
+    pub o: u64,
+    /// Log-sum-exp, f32 `[heads, T]`.
+    pub lse: u64,
+    /// Residual stream after attention, act `[T, H]`.
+    pub x2: u64,
+    /// Inverse RMS of x2, f32 `[T]`.
+    pub inv2: u64,
+    /// Normed x2, act `[T, H]`.
+    pub n2: u64,
+    /// Gate, act `[T, I]`.
+    pub g: u64,
+    /// Up, act `[T, I]`.
+    pub u: u64,
+    /// silu(gate)·up, act `[T, I]`.
+    pub a: u64,
+    /// Bytes of the whole.
+    pub bytes: u64,
+}
+
+impl BlockWorkspace {
+    /// Offsets for `tokens` of capacity and activations of `act` bytes.
+    pub fn new(spec: &ModelSpec, tokens: u64, act: u64) -> BlockWorkspace {
+        let mut cutter = Cutter { next: 0 };
+        let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let normed = u64::from(spec.qk_norm);
+        let mut rows = |width: u64, bytes: u64| cutter.cut(tokens * width * bytes);
+        let mut workspace = BlockWorkspace {
+            n1: rows(spec.hidden, act),
+            inv1: rows(1, F32),
+            q: rows(q, act),
+            k: rows(kv, act),
+            v: rows(kv, act),
+            q_raw: rows(q * normed, act),
+            k_raw: rows(kv * normed, act),
+            inv_q: rows(spec.heads * normed, F32),
+            inv_k: rows(spec.kv_heads * normed, F32),
+            o: rows(q, act),
+            lse: rows(spec.heads, F32),
+            x2: rows(spec.hidden, act),
+            inv2: rows(1, F32),
+            n2: rows(spec.hidden, act),
+            g: rows(spec.intermediate, act),
+            u: rows(spec.intermediate, act),
+            a: rows(spec.intermediate, act),
+            bytes: 0,
+        };
+        workspace.bytes = cutter.next;
+        workspace
+    }
+}
+
+/// Offsets of a block backward's own scratch; used between launches, never kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackwardScratch {
+    /// Gradient of silu(gate)·up, act `[T, I]`.
+    pub da: u64,
+    /// Gradient of a norm's output, act `[T, H]`.
+    pub dn: u64,
+    /// Gradient of attention's output, act `[T, heads·D]`.
+    pub d_o: u64,
+    /// Gradient of queries, act `[T, heads·D]`.
+    pub dq: u64,
+    /// Gradient of keys, act `[T, kv_heads·D]`.
+    pub dk: u64,
+    /// Gradient of values, act `[T, kv_heads·D]`.
+    pub dv: u64,
+    /// Bytes of the whole.
+    pub bytes: u64,
+}
+
+impl BackwardScratch {
+    fn new(spec: &ModelSpec, tokens: u64, act: u64) -> BackwardScratch {
+        let mut cutter = Cutter { next: 0 };
+        let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let mut rows = |width: u64| cutter.cut(tokens * width * act);
+        let mut scratch = BackwardScratch {
+            da: rows(spec.intermediate),
+            dn: rows(spec.hidden),
+            d_o: rows(q),
+            dq: rows(q),
+            dk: rows(kv),
+            dv: rows(kv),
+            bytes: 0,
+        };
+        scratch.bytes = cutter.next;
+        scratch
+    }
+}
+
+/// Offsets of the head's scratch. `R` is [`HeadScratch::chunk_rows`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeadScratch {
+    /// Rows of logits at a time: fixed by the model, never by the plan (invariant 1).
+    pub chunk_rows: u64,
+    /// Normed hidden states, act `[T, H]`.
+    pub normed: u64,
+    /// Their gradient, act `[T, H]`.
+    pub d_normed: u64,
+    /// Inverse RMS, f32 `[T]`.
+    pub inv: u64,
+    /// Losses, f32 `[T]`.
+    pub losses: u64,
+    /// Rows with a target, act `[R, H]`.
+    pub chunk: u64,
+    /// Their gradient, act `[R, H]`.
+    pub d_chunk: u64,
+    /// Logits and their gradient, act `[R, V]`.
+    pub logits: u64,
+    /// Bytes of the whole.
+    pub bytes: u64,
+}
+
+impl HeadScratch {
+    fn new(spec: &ModelSpec, tokens: u64, act: u64) -> HeadScratch {
+        let chunk_rows = loss_chunk_rows(spec.vocab_size);
+        let mut cutter = Cutter { next: 0 };
+        let rows = chunk_rows.min(tokens);
+        let mut scratch = HeadScratch {
+            chunk_rows,
+            normed: cutter.cut(tokens * spec.hidden * act),
+            d_normed: cutter.cut(tokens * spec.hidden * act),
+            inv: cutter.cut(tokens * F32),
+            losses: cutter.cut(tokens * F32),
+            chunk: cutter.cut(rows * spec.hidden * act),
+            d_chunk: cutter.cut(rows * spec.hidden * act),
+            logits: cutter.cut(rows * spec.vocab_size * act),
+            bytes: 0,
+        };
+        scratch.bytes = cutter.next;
+        scratch
+    }
+}
+
+/// Rows of logits computed at a time: about 16 Mi logits, in whole 64s.
+///
+/// For a vocabulary of 49,152 these are 320 rows, 63 MB of f32.
+pub fn loss_chunk_rows(vocab_size: u64) -> u64 {
+    ((16 << 20) / vocab_size / 64 * 64).clamp(64, 1024)
+}
+
+/// What the arena must be able to hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceShape {
+    /// Most tokens of a micro-batch.
+    pub tokens: u64,
+    /// Longest sequence.
+    pub seq_len: u64,
+    /// Micro-batches of a step.
+    pub micros: u64,
+    /// Buffers of block weights.
+    pub buffers: u64,
+    /// (block, micro) pairs whose activations are kept.
+    pub kept: u64,
+    /// Bytes of an activation.
+    pub activation_bytes: u64,
+    /// The device computes on copies of the weights in its activation format.
+    pub converts_weights: bool,
+    /// Format of weights.
+    pub precision: Precision,
+    /// Gradients and kept activations are needed; a forward-only map has neither.
+    pub trains: bool,
+}
+
+/// Byte offsets of every region of the device's arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceMap {
+    /// The shape it was made for.
+    pub shape: DeviceShape,
+    /// Weight sections of blocks: slots of the double buffer.
+    pub buffers: Vec<u64>,
+    /// Weight section of the head tile.
+    pub head_weight: u64,
+    /// Weight section of the embed tile, which a tied head computes with; absent if untied.
+    pub tied_weight: Option<u64>,
+    /// Copies in the activation format of the layer that is bound; absent if not converted.
+    pub compute_weight: Option<u64>,
+    /// f32 gradient accumulators of blocks, two.
+    pub accumulators: Vec<u64>,
+    /// f32 accumulator of the head tile.
+    pub head_accumulator: u64,
+    /// f32 accumulator of the embed tile.
+    pub embed_accumulator: u64,
+    /// Anchors: the input of each block and of the head, by layer then micro.
+    pub anchors: u64,
+    /// Bytes from one anchor to the next.
+    pub anchor_bytes: u64,
+    /// cos and sin of every position, f32 `[seq_len, 2, D/2]`.
+    pub rope: u64,
+    /// Offsets within a workspace.
+    pub workspace: BlockWorkspace,
+    /// Workspace of a block that is not kept.
+    pub shared_workspace: u64,
+    /// Workspaces that are kept from forward to backward.
+    pub kept: Vec<u64>,
+    /// Base of the backward scratch.
+    pub backward: u64,
+    /// Offsets within it.
+    pub backward_scratch: BackwardScratch,
+    /// Base of the head's scratch.
+    pub head: u64,
+    /// Offsets within it.
+    pub head_scratch: HeadScratch,
+    /// Bytes by purpose, for the plan's table.
+    pub parts: Vec<(&'static str, u64)>,
+    /// Bytes of the arena.
+    pub bytes: u64,
+}
+
+impl DeviceMap {
+    /// Lays out the arena for `shape`.
+    pub fn new(spec: &ModelSpec, shape: DeviceShape) -> DeviceMap {
+        let act = shape.activation_bytes;
+        let layout = |layer: u16| spec.tile_layout(layer);
+        let (embed, block, head) = (layout(0), layout(1), layout(spec.layer_count() - 1));
+        let weight = |layout: &crate::tile::TileLayout| {
+            layout.section_bytes(Section::Weight, shape.precision)
+        };
+        let mut cutter = Cutter { next: 0 };
+        let mut parts: Vec<(&'static str, u64)> = Vec::new();
+        let mut mark = 0;
+        let mut part = |name: &'static str, next: u64| {
+            parts.push((name, next - mark));
+            mark = next;
+        };
+
+        let buffers = (0..shape.buffers).map(|_| cutter.cut(weight(&block))).collect();
+        let head_weight = cutter.cut(weight(&head));
+        let tied_weight = spec.tied.then(|| cutter.cut(weight(&embed)));
+        part("weight buffers", cutter.next);
+
+        let head_elements = head.elements + if spec.tied { embed.elements } else { 0 };
+        let compute_weight = shape
+            .converts_weights
+            .then(|| cutter.cut(block.elements.max(head_elements) * act));
+        part("weights in the arithmetic's format", cutter.next);
+
+        let train = u64::from(shape.trains);
+        let accumulators =
+            (0..2).map(|_| cutter.cut(block.elements * F32 * train)).collect();
+        let (head_accumulator, embed_accumulator) = if spec.tied {
+            (cutter.cut(head.elements * F32 * train), cutter.cut(embed.elements * F32 * train))
+        } else {
+            let shared = cutter.cut(embed.elements.max(head.elements) * F32 * train);
+            (shared, shared)
+        };
+        part("gradient accumulators", cutter.next);
+
+        let anchor_bytes = (shape.tokens * spec.hidden * act).next_multiple_of(REGION_ALIGN);
+        let anchor_layers = if shape.trains { u64::from(spec.blocks) + 1 } else { 1 };
+        let anchors = cutter.cut(anchor_bytes * anchor_layers * shape.micros);
+        part("anchors", cutter.next);
+
+        let workspace = BlockWorkspace::new(spec, shape.tokens, act);
+        let kept = (0..shape.kept).map(|_| cutter.cut(workspace.bytes)).collect();
+        part("kept activations", cutter.next);
+
+        let rope = cutter.cut(shape.seq_len * spec.head_dim * F32);
+        // Blocks and head never compute at once: their scratch is one region.
+        let scratch = cutter.next;
+        let shared_workspace = cutter.cut(workspace.bytes);
+        let backward_scratch = BackwardScratch::new(spec, shape.tokens, act);
+        let backward = cutter.cut(backward_scratch.bytes * train);
+        let head_scratch = HeadScratch::new(spec, shape.tokens, act);
+        cutter.next = cutter.next.max(scratch + head_scratch.bytes);
+        part("scratch", cutter.next);
+
+        DeviceMap {
+            shape,
+            buffers,
+            head_weight,
+            tied_weight,
+            compute_weight,
+            accumulators,
+            head_accumulator,
+            embed_accumulator,
+            anchors,
+            anchor_bytes,
+            rope,
+            workspace,
+            shared_workspace,
+            kept,
+            backward,
+            backward_scratch,
+            head: scratch,
+            head_scratch,
+            parts,
+            bytes: cutter.next,
+        }
+    }
+
+    /// Offset of the anchor that is the input of layer `layer` (1..=blocks + 1) for `micro`. The
+    /// forward-only form computes in place on those of layer 1.
+    pub fn anchor(&self, layer: u16, micro: u32) -> u64 {
+        let row = u64::from(layer) - 1;
+        assert!(row == 0 || self.shape.trains, "a forward-only map has anchors of one layer");
+        self.anchors + (row * self.shape.micros + u64::from(micro)) * self.anchor_bytes
+    }
+}

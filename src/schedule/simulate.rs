@@ -1,0 +1,208 @@
+//! A schedule run against rates: seconds of a step, and the hop that bounds it.
+//!
+//! - Each lane is one server, and so is the store; an action starts when its lane is free and all
+//!   that it is after has ended. The third of three steps is reported: the pipe is full by then.
+//! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap.
+//! - On the CPU device arithmetic and AdamW share the cores, so a step takes at least their sum.
+//!
+//! Pure: the rates are measured elsewhere.
+
+use super::{Action, Buffer, Form, Lane, Schedule};
+use crate::plan::{Home, Plan};
+use crate::tile::{Section, TileLayout};
+
+/// What a machine can do, in bytes, FLOPs or parameters a second.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct Rates {
+    /// Matrix products of the device, FLOP/s.
+    pub gemm: f64,
+    /// Host to device.
+    pub promote: f64,
+    /// Device to host.
+    pub demote: f64,
+    /// Store to host, alone.
+    pub store_read: f64,
+    /// Host to store, alone.
+    pub store_write: f64,
+    /// AdamW over host memory, parameters a second.
+    pub adamw: f64,
+    /// Arithmetic and AdamW share the same cores.
+    pub shared_cores: bool,
+}
+
+/// Seconds of a step by the rates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Prediction {
+    /// A step, once the pipe is full.
+    pub step_seconds: f64,
+    /// Seconds of work on the compute lane.
+    pub compute_seconds: f64,
+    /// Seconds of promotions.
+    pub promote_seconds: f64,
+    /// Seconds of demotions.
+    pub demote_seconds: f64,
+    /// Seconds of the store, reads and writes.
+    pub store_seconds: f64,
+    /// Seconds of AdamW.
+    pub update_seconds: f64,
+    /// Bytes promoted a step.
+    pub promote_bytes: u64,
+    /// Bytes demoted a step.
+    pub demote_bytes: u64,
+    /// Bytes read from the store a step.
+    pub read_bytes: u64,
+    /// Bytes written to the store a step.
+    pub write_bytes: u64,
+    /// FLOPs executed a step, recomputation included.
+    pub executed_flops: f64,
+    /// Tokens a step, if every sequence is full.
+    pub tokens: u64,
+}
+
+impl Prediction {
+    /// The hop or lane that is busiest.
+    pub fn bound(&self) -> &'static str {
+        [
+            ("compute", self.compute_seconds),
+            ("promote", self.promote_seconds),
+            ("demote", self.demote_seconds),
+            ("store", self.store_seconds),
+            ("update", self.update_seconds),
+        ]
+        .into_iter()
+        .max_by(|a, b| a.1.total_cmp(&b.1))
+        .map_or("compute", |(name, _)| name)
+    }
+
+    /// The least seconds that a step could take: its busiest lane alone.
+    pub fn light_seconds(&self, shared_cores: bool) -> f64 {
+        let cores = if shared_cores {
+            self.compute_seconds + self.update_seconds
+        } else {
+            self.compute_seconds.max(self.update_seconds)
+        };
+        cores.max(self.promote_seconds).max(self.demote_seconds).max(self.store_seconds)
+    }
+}
+
+/// Work of one action.
+#[derive(Clone, Copy, Default)]
+struct Work {
+    flops: f64,
+    promote: u64,
+    demote: u64,
+    read: u64,
+    write: u64,
+    parameters: u64,
+}
+
+fn work(plan: &Plan, action: Action) -> Work {
+    let tokens = plan.map.shape.tokens;
+    let layout = |layer: u16| -> &TileLayout { &plan.tiles[usize::from(layer)].layout };
+    let section_bytes =
+        |layer: u16, section: Section| layout(layer).section_bytes(section, plan.precision);
+    let weight_read = |layer: u16| {
+        let spilled = plan.tiles[usize::from(layer)].home(Section::Weight) == Home::Store;
+        if spilled { section_bytes(layer, Section::Weight) } else { 0 }
+    };
+    let per_token = tokens as f64;
+    match action {
+        Action::Gather { .. } => Work {
+            promote: tokens * plan.map.anchor_bytes / tokens.max(1),
+            read: weight_read(0),
+            ..Work::default()
+        },
+        Action::Promote { layer, buffer } => {
+            let tied = buffer == Buffer::Head && plan.tied;
+            let also = if tied { section_bytes(0, Section::Weight) } else { 0 };
+            Work {
+                promote: section_bytes(layer, Section::Weight) + also,
+                read: weight_read(layer) + if tied { weight_read(0) } else { 0 },
+                ..Work::default()
+            }
+        }
+        Action::Forward { .. } | Action::ForwardOnly { .. } => {
+            Work { flops: plan.flops.block * per_token, ..Work::default() }
+        }
+        Action::Backward { kept, .. } => {
+            let passes = if kept.is_some() { 2.0 } else { 3.0 };
+            Work { flops: passes * plan.flops.block * per_token, ..Work::default() }
+        }
+        Action::Loss { .. } => Work { flops: 3.0 * plan.flops.head * per_token, ..Work::default() },
+        Action::Evaluate { .. } => Work { flops: plan.flops.head * per_token, ..Work::default() },
+        Action::Demote { layer, .. } => {
+            Work { demote: layout(layer).elements * plan.gradient_bytes, ..Work::default() }
+        }
+        Action::Update { layer, .. } => {
+            let spilled: u64 =
+                plan.tiles[usize::from(layer)].spilled().map(|s| section_bytes(layer, s)).sum();
+            let parameters = layout(layer).elements;
+            Work { read: spilled, write: spilled, parameters, ..Work::default() }
+        }
+        _ => Work::default(),
+    }
+}
+
+/// Runs three steps of the schedule and reports the last.
+pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
+    const STEPS: usize = 3;
+    let count = schedule.actions.len();
+    let works: Vec<Work> = schedule.actions.iter().map(|s| work(plan, s.action)).collect();
+    let mut prediction = Prediction {
+        tokens: plan.map.shape.tokens * u64::from(schedule.micros),
+        ..Prediction::default()
+    };
+    for work in &works {
+        prediction.executed_flops += work.flops;
+        prediction.promote_bytes += work.promote;
+        prediction.demote_bytes += work.demote;
+        prediction.read_bytes += work.read;
+        prediction.write_bytes += work.write;
+        prediction.compute_seconds += work.flops / rates.gemm;
+        prediction.promote_seconds += work.promote as f64 / rates.promote;
+        prediction.demote_seconds += work.demote as f64 / rates.demote;
+        prediction.store_seconds += disk_seconds(work, rates);
+        prediction.update_seconds += work.parameters as f64 / rates.adamw;
+    }
+    let mut ended = vec![vec![0.0f64; count]; STEPS];
+    let mut free = [0.0f64; 4];
+    let mut store_free = 0.0f64;
+    let mut step_end = [0.0f64; STEPS];
+    for step in 0..STEPS {
+        for (index, scheduled) in schedule.actions.iter().enumerate() {
+            let lane = scheduled.lane as usize;
+            let mut start = free[lane];
+            for after in &scheduled.after {
+                let other = if after.previous { step.checked_sub(1) } else { Some(step) };
+                start = other.map_or(start, |s| start.max(ended[s][after.action as usize]));
+            }
+            let work = &works[index];
+            let disk = disk_seconds(work, rates);
+            let lane_seconds = work.flops / rates.gemm
+                + work.promote as f64 / rates.promote
+                + work.demote as f64 / rates.demote
+                + work.parameters as f64 / rates.adamw;
+            let mut end = start + lane_seconds;
+            if disk > 0.0 {
+                store_free = store_free.max(start) + disk;
+                end = end.max(store_free);
+            }
+            free[lane] = end;
+            ended[step][index] = end;
+            if scheduled.lane == Lane::Compute {
+                step_end[step] = end;
+            }
+        }
+    }
+    let pipelined = if schedule.form == Form::Train {
+        step_end[STEPS - 1] - step_end[STEPS - 2]
+    } else {
+        step_end[0]
+    };
+    prediction.step_seconds = pipelined.max(prediction.light_seconds(rates.shared_cores));
+    prediction
+}
+
+fn disk_seconds(work: &Work, rates: &Rates) -> f64 {
+    work.read as f64 / rates.store_read + work.write as f64 / rates.store_write
+}

@@ -1,0 +1,340 @@
+//! Executes a schedule: the only room that starts transfers and launches layers.
+//!
+//! - One thread a lane; the compute lane is the caller's own thread. Each walks its actions of the
+//!   schedule in order and waits for what `after` names. Nothing else orders the lanes.
+//! - Steps overlap as the schedule says: a call returns when the step's loss and norm are known,
+//!   while its last updates may still run. [`Engine::drain`] waits for all of them.
+//! - The first failure of a lane stops all lanes; every later call returns an error.
+//! - A non-finite loss or norm stops the run before any update that it would reach (invariant 10).
+//!
+//! What is done and in which order is decided in `schedule`; how bytes move, in `transfer`.
+
+mod lanes;
+mod progress;
+mod update;
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+
+use crossbeam_channel::Sender;
+
+use crate::data::{IGNORE, Micro, sorted_tokens};
+use crate::device::ops::SortedTokens;
+use crate::device::{Dtype, View};
+use crate::error::{Error, Result};
+use crate::layer::{BlockTemplate, HeadTemplate};
+use crate::model::ModelSpec;
+use crate::optimizer::{AdamwStep, Isa, clip_coefficient};
+use crate::plan::Plan;
+use crate::schedule::{Action, Form, Lane, Schedule};
+use crate::transfer::Tiers;
+use progress::{Failure, Progress};
+
+/// How AdamW runs in a step; the bias corrections and the rate are computed from it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepSettings {
+    /// The step, counted from 1: AdamW's t.
+    pub step: u64,
+    /// Learning rate of this step.
+    pub learning_rate: f64,
+    /// AdamW's betas.
+    pub betas: [f64; 2],
+    /// AdamW's epsilon.
+    pub eps: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Norm to clip to; 0 is off.
+    pub max_grad_norm: f64,
+}
+
+/// What a training step came to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepResult {
+    /// Mean loss over all targets of the step, in nats.
+    pub loss: f64,
+    /// Global L2 norm of the gradient, before clipping.
+    pub grad_norm: f64,
+    /// Tokens of the step.
+    pub tokens: u64,
+    /// Tokens with a target.
+    pub targets: u64,
+}
+
+/// The data of one pass over a schedule.
+struct PassData {
+    micros: Vec<Micro>,
+    sorted: Vec<SortedTokens>,
+    /// Targets of the whole pass.
+    targets: u64,
+    settings: Option<StepSettings>,
+    /// Sum of losses by micro-batch.
+    losses: Mutex<Vec<f64>>,
+    /// Squared norm by layer.
+    norms: Mutex<Vec<f64>>,
+    /// Set when updates may run.
+    adamw: OnceLock<AdamwStep>,
+    grad_norm: OnceLock<f64>,
+    /// Logits by micro-batch, in the generating form.
+    logits: Mutex<Vec<Vec<f32>>>,
+}
+
+/// One run of a schedule.
+struct Pass {
+    schedule: Arc<Schedule>,
+    progress: Arc<Progress>,
+    /// Counted from 1 among passes of the same progress table.
+    number: u64,
+    data: PassData,
+}
+
+/// What all lanes share.
+struct Shared {
+    plan: Plan,
+    tiers: Tiers,
+    hidden: u64,
+    block: BlockTemplate,
+    head: HeadTemplate,
+    isa: Isa,
+    failure: Arc<Failure>,
+    /// Named in errors of a non-finite step.
+    last_commit: Mutex<String>,
+}
+
+/// A schedule in use: its table of what is done.
+struct Track {
+    schedule: Arc<Schedule>,
+    progress: Arc<Progress>,
+    number: u64,
+}
+
+/// Lanes and all tiers of a run.
+pub struct Engine {
+    shared: Arc<Shared>,
+    lanes: Vec<(Sender<Arc<Pass>>, JoinHandle<()>)>,
+    train: Option<Track>,
+    forward: Option<Track>,
+}
+
+impl Engine {
+    /// Starts the lanes. The tiers hold a model already.
+    pub fn start(spec: &ModelSpec, plan: Plan, tiers: Tiers, isa: Isa) -> Result<Engine> {
+        let shared = Arc::new(Shared {
+            hidden: spec.hidden,
+            block: BlockTemplate::new(spec),
+            head: HeadTemplate::new(spec),
+            plan,
+            tiers,
+            isa,
+            failure: Arc::new(Failure::default()),
+            last_commit: Mutex::new("there is no commit yet".to_string()),
+        });
+        shared.write_rope_table(spec);
+        let mut engine = Engine { shared, lanes: Vec::new(), train: None, forward: None };
+        if engine.shared.plan.map.shape.trains {
+            engine.train = Some(engine.track(Schedule::train(&engine.shared.plan)));
+        }
+        for lane in [Lane::Up, Lane::Down, Lane::Update] {
+            let (sender, receiver) = crossbeam_channel::bounded::<Arc<Pass>>(2);
+            let shared = engine.shared.clone();
+            let thread = std::thread::Builder::new()
+                .name(format!("terrace-{lane:?}").to_lowercase())
+                .spawn(move || lanes::run(&shared, lane, &receiver))
+                .map_err(|source| Error::io("start a thread", "lane".as_ref(), source))?;
+            engine.lanes.push((sender, thread));
+        }
+        Ok(engine)
+    }
+
+    fn track(&self, schedule: Schedule) -> Track {
+        let progress = Arc::new(Progress::new(schedule.actions.len(), self.shared.failure.clone()));
+        Track { schedule: Arc::new(schedule), progress, number: 0 }
+    }
+
+    /// The plan that the engine runs.
+    pub fn plan(&self) -> &Plan {
+        &self.shared.plan
+    }
+
+    /// All tiers. Homes may be read or written only after [`Engine::drain`].
+    pub fn tiers(&self) -> &Tiers {
+        &self.shared.tiers
+    }
+
+    /// Names the last commit, for the error of a non-finite step.
+    pub fn set_last_commit(&self, name: String) {
+        *self.shared.last_commit.lock().unwrap_or_else(PoisonError::into_inner) = name;
+    }
+
+    /// One training step over the plan's micro-batches. Returns when loss and norm are known.
+    pub fn train_step(&mut self, micros: Vec<Micro>, settings: StepSettings) -> Result<StepResult> {
+        self.check_failure()?;
+        assert_eq!(micros.len() as u64, self.shared.plan.map.shape.micros);
+        let pass = Self::next_pass(self.train.as_mut(), micros, Some(settings));
+        let data = &pass.data;
+        let tokens = data.micros.iter().map(|micro| micro.tokens.len() as u64).sum();
+        let targets = data.targets;
+        assert!(targets > 0, "batches refuse a step without targets");
+        self.run(&pass)?;
+        let losses = data.losses.lock().unwrap_or_else(PoisonError::into_inner);
+        let grad_norm = *data.grad_norm.get().expect("the compute lane has ended");
+        let loss = losses.iter().sum::<f64>() / targets as f64;
+        Ok(StepResult { loss, grad_norm, tokens, targets })
+    }
+
+    /// Sum of losses and count of targets of at most the plan's micro-batches; nothing changes.
+    pub fn evaluate(&mut self, micros: Vec<Micro>) -> Result<(f64, u64)> {
+        let pass = self.forward_pass(Form::Evaluate, micros)?;
+        self.run(&pass)?;
+        self.drain()?;
+        let losses = pass.data.losses.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((losses.iter().sum(), pass.data.targets))
+    }
+
+    /// Logits `[sequences, V]` of the last token of each sequence, by micro-batch.
+    pub fn last_logits(&mut self, micros: Vec<Micro>) -> Result<Vec<Vec<f32>>> {
+        let pass = self.forward_pass(Form::Generate, micros)?;
+        self.run(&pass)?;
+        self.drain()?;
+        let mut logits = pass.data.logits.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(std::mem::take(&mut *logits))
+    }
+
+    /// Waits until every update has been made and every tile is home.
+    pub fn drain(&self) -> Result<()> {
+        for track in self.train.iter().chain(&self.forward) {
+            track.progress.wait_all(track.number)?;
+        }
+        self.check_failure()
+    }
+
+    fn forward_pass(&mut self, form: Form, micros: Vec<Micro>) -> Result<Arc<Pass>> {
+        self.drain()?;
+        let count = u32::try_from(micros.len()).expect("at most the plan's micro-batches");
+        let fits = |track: &Track| (track.schedule.form, track.schedule.micros) == (form, count);
+        if !self.forward.as_ref().is_some_and(fits) {
+            let schedule = Schedule::forward_only(&self.shared.plan, form, count);
+            self.forward = Some(self.track(schedule));
+        }
+        Ok(Self::next_pass(self.forward.as_mut(), micros, None))
+    }
+
+    fn next_pass(
+        track: Option<&mut Track>,
+        micros: Vec<Micro>,
+        settings: Option<StepSettings>,
+    ) -> Arc<Pass> {
+        let track = track.expect("the plan has this form");
+        track.number += 1;
+        let targets = micros.iter().flat_map(|m| &m.targets).filter(|t| **t != IGNORE).count();
+        let adamw = OnceLock::new();
+        if let Some(settings) = settings.filter(|settings| settings.max_grad_norm == 0.0) {
+            adamw.set(settings.adamw(1.0)).expect("the lock is new");
+        }
+        let sorted = if settings.is_some() {
+            micros.iter().map(|micro| sorted_tokens(&micro.tokens)).collect()
+        } else {
+            Vec::new()
+        };
+        Arc::new(Pass {
+            schedule: track.schedule.clone(),
+            progress: track.progress.clone(),
+            number: track.number,
+            data: PassData {
+                sorted,
+                targets: targets as u64,
+                settings,
+                losses: Mutex::new(vec![0.0; micros.len()]),
+                norms: Mutex::new(Vec::new()),
+                adamw,
+                grad_norm: OnceLock::new(),
+                logits: Mutex::new(vec![Vec::new(); micros.len()]),
+                micros,
+            },
+        })
+    }
+
+    /// Hands the pass to the other lanes and runs the compute lane here.
+    fn run(&self, pass: &Arc<Pass>) -> Result<()> {
+        for (sender, _) in &self.lanes {
+            // A lane that has ended left its failure behind.
+            sender.send(pass.clone()).ok();
+        }
+        lanes::walk(&self.shared, Lane::Compute, pass, |index, action| {
+            self.shared.compute(pass, action).inspect(|()| pass.progress.mark(index, pass.number))
+        })
+        .map_err(|error| self.shared.failure.first_or(error))
+    }
+
+    fn check_failure(&self) -> Result<()> {
+        self.shared.failure.check()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.shared.failure.set(Error::StoreFailed { first: "the run has ended".to_string() });
+        for track in self.train.iter().chain(&self.forward) {
+            track.progress.wake();
+        }
+        for (sender, thread) in self.lanes.drain(..) {
+            drop(sender);
+            thread.join().ok();
+        }
+    }
+}
+
+impl StepSettings {
+    fn adamw(&self, grad_scale: f32) -> AdamwStep {
+        let StepSettings { step, learning_rate, betas, eps, weight_decay, .. } = *self;
+        AdamwStep::new(learning_rate, betas, eps, weight_decay, step, grad_scale)
+    }
+}
+
+impl Shared {
+    /// cos and sin of every position, f32 `[seq_len, 2, D/2]`, computed in f32 as transformers does.
+    fn write_rope_table(&self, spec: &ModelSpec) {
+        let (frequencies, scale) = spec.rope.inverse_frequencies(spec.head_dim);
+        let seq_len = self.plan.map.shape.seq_len;
+        let mut table = Vec::with_capacity((seq_len * spec.head_dim) as usize);
+        for position in 0..seq_len {
+            let angles = frequencies.iter().map(|frequency| position as f32 * frequency);
+            table.extend(angles.clone().map(|angle| angle.cos() * scale));
+            table.extend(angles.map(|angle| angle.sin() * scale));
+        }
+        let view = View::new(self.plan.map.rope, table.len() as u64, Dtype::F32);
+        self.tiers.device.write_f32(view, &table);
+    }
+
+    /// The error of a number that is not one; the run stops.
+    fn non_finite(&self, pass: &Pass, what: String, value: f64) -> Error {
+        Error::NonFinite {
+            step: pass.data.settings.map_or(0, |settings| settings.step),
+            what,
+            value: value.to_string(),
+            last_commit: self.last_commit.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+        }
+    }
+
+    /// Global norm from the tiles' in tile order; sets the factor that clips it.
+    fn clip(&self, pass: &Pass) -> Result<()> {
+        let settings = pass.data.settings.expect("only training passes have a norm");
+        let norm = pass.global_norm();
+        if !norm.is_finite() {
+            return Err(self.non_finite(pass, "gradient norm".to_string(), norm));
+        }
+        let scale = clip_coefficient(norm, settings.max_grad_norm);
+        pass.data.adamw.set(settings.adamw(scale)).expect("a step is clipped once");
+        Ok(())
+    }
+}
+
+impl Pass {
+    fn global_norm(&self) -> f64 {
+        let norms = self.data.norms.lock().unwrap_or_else(PoisonError::into_inner);
+        norms.iter().sum::<f64>().sqrt()
+    }
+
+    fn action(&self, index: usize) -> Action {
+        self.schedule.actions[index].action
+    }
+}

@@ -1,0 +1,306 @@
+//! What each lane does with an action.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use crossbeam_channel::Receiver;
+
+use super::{Pass, Shared, update};
+use crate::device::{Dtype, View};
+use crate::error::{Error, Result};
+use crate::layer::{self, HeadTemplate};
+use crate::layer::{BlockUse, HeadAccumulators, HeadUse};
+use crate::schedule::{Accumulator, Action, Buffer, Lane};
+use crate::stats::Wait;
+use crate::tile::Precision;
+
+/// A lane's thread: passes until the engine is dropped or a lane fails.
+pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
+    // A panic of this thread must not leave the others waiting.
+    struct Ended<'a>(&'a Shared, Option<Arc<Pass>>);
+    impl Drop for Ended<'_> {
+        fn drop(&mut self) {
+            if std::thread::panicking() {
+                self.0.failure.set(Error::StoreFailed { first: "a lane panicked".to_string() });
+                if let Some(pass) = &self.1 {
+                    pass.progress.wake();
+                }
+            }
+        }
+    }
+    let mut ended = Ended(shared, None);
+    let mut states = crate::transfer::states::StateStream::new(&shared.tiers);
+    for pass in passes {
+        ended.1 = Some(pass.clone());
+        let result = match lane {
+            Lane::Update => update::walk(shared, &pass, &mut states),
+            lane => walk(shared, lane, &pass, |index, action| {
+                let result = match lane {
+                    Lane::Up => shared.up(&pass, action),
+                    _ => shared.down(action),
+                };
+                result.inspect(|()| pass.progress.mark(index, pass.number))
+            }),
+        };
+        if let Err(error) = result {
+            shared.failure.set(error);
+            pass.progress.wake();
+            return;
+        }
+    }
+}
+
+/// Walks a lane's actions in order; ends early, with an error, when any lane has failed.
+pub(super) fn walk(
+    shared: &Shared,
+    lane: Lane,
+    pass: &Pass,
+    mut act: impl FnMut(usize, Action) -> Result<()>,
+) -> Result<()> {
+    for index in pass.schedule.lane(lane) {
+        if !await_turn(shared, lane, pass, index) {
+            return Err(Error::StoreFailed { first: "another lane failed".to_string() });
+        }
+        let started = Instant::now();
+        let action = pass.action(index);
+        if let Err(error) = act(index, action) {
+            shared.failure.set(error);
+            pass.progress.wake();
+            return Err(Error::StoreFailed { first: "this lane failed".to_string() });
+        }
+        shared.tiers.stats.trace(lane_name(lane), || format!("{action:?}"), started);
+    }
+    Ok(())
+}
+
+/// Waits for everything that an action is after; false if a lane has failed.
+pub(super) fn await_turn(shared: &Shared, lane: Lane, pass: &Pass, index: usize) -> bool {
+    for after in &pass.schedule.actions[index].after {
+        let number = pass.number - u64::from(after.previous);
+        if pass.progress.is_done(after.action, number) {
+            continue;
+        }
+        let started = Instant::now();
+        if !pass.progress.wait(after.action, number) {
+            return false;
+        }
+        let cause = match (lane, pass.action(after.action as usize)) {
+            (Lane::Compute, Action::Demote { .. }) => Some(Wait::ComputeForDemote),
+            (Lane::Compute, _) => Some(Wait::ComputeForWeights),
+            (Lane::Up, Action::Update { .. }) => Some(Wait::PromoteForUpdate),
+            _ => None,
+        };
+        if let Some(cause) = cause {
+            shared.tiers.stats.waited(cause, started.elapsed());
+        }
+    }
+    !shared.failure.is_set()
+}
+
+fn lane_name(lane: Lane) -> &'static str {
+    match lane {
+        Lane::Compute => "compute",
+        Lane::Up => "up",
+        Lane::Down => "down",
+        Lane::Update => "update",
+    }
+}
+
+impl Shared {
+    fn up(&self, pass: &Pass, action: Action) -> Result<()> {
+        let map = &self.plan.map;
+        match action {
+            Action::Gather { micro } => {
+                let tokens = &pass.data.micros[micro as usize].tokens;
+                let act = self.tiers.device.activation_dtype();
+                let out = View::new(map.anchor(1, micro), tokens.len() as u64 * self.hidden, act);
+                self.tiers.gather_rows(tokens, self.hidden, out)
+            }
+            Action::Promote { layer, buffer: Buffer::Block(index) } => {
+                self.tiers.promote_weight(layer, map.buffers[index as usize])
+            }
+            Action::Promote { layer, buffer: Buffer::Head } => {
+                self.tiers.promote_weight(layer, map.head_weight)?;
+                map.tied_weight.map_or(Ok(()), |offset| self.tiers.promote_weight(0, offset))
+            }
+            other => unreachable!("{other:?} is not an action of the up lane"),
+        }
+    }
+
+    fn down(&self, action: Action) -> Result<()> {
+        let Action::Demote { layer, accumulator, slot } = action else {
+            unreachable!("{action:?} is not an action of the down lane");
+        };
+        self.tiers.demote_gradient(self.finished_gradient(layer, accumulator), slot);
+        Ok(())
+    }
+
+    /// The accumulator's f32 view for a layer.
+    fn accumulator(&self, layer: u16, accumulator: Accumulator) -> View {
+        let map = &self.plan.map;
+        let offset = match accumulator {
+            Accumulator::Block(index) => map.accumulators[index as usize],
+            Accumulator::Head => map.head_accumulator,
+            Accumulator::Embed => map.embed_accumulator,
+        };
+        View::new(offset, self.tiers.layout(layer).elements, Dtype::F32)
+    }
+
+    /// A finished gradient: rounded in place to the front of its accumulator, or as accumulated.
+    fn finished_gradient(&self, layer: u16, accumulator: Accumulator) -> View {
+        let view = self.accumulator(layer, accumulator);
+        if self.plan.gradient_bytes == 2 { View { dtype: Dtype::Bf16, ..view } } else { view }
+    }
+
+    /// Byte offsets of the bound weights: the layer's own, and the embed tile's for a tied head.
+    fn bound(&self, layer: u16) -> (u64, u64) {
+        let map = &self.plan.map;
+        let is_head = layer + 1 == self.plan.layer_count();
+        if let Some(compute) = map.compute_weight {
+            let act = map.shape.activation_bytes;
+            return (compute, compute + self.tiers.layout(layer).elements * act);
+        }
+        if is_head {
+            (map.head_weight, map.tied_weight.unwrap_or(map.head_weight))
+        } else {
+            let buffer = usize::from(layer - 1) % map.buffers.len();
+            (map.buffers[buffer], map.buffers[buffer])
+        }
+    }
+
+    fn bind(&self, layer: u16, buffer: Buffer) {
+        let map = &self.plan.map;
+        if map.compute_weight.is_none() {
+            return;
+        }
+        let (own, tied) = self.bound(layer);
+        let act = self.tiers.device.activation_dtype();
+        let stored = match self.plan.precision {
+            Precision::Bf16 => Dtype::Bf16,
+            Precision::Fp32 => Dtype::F32,
+        };
+        let convert = |layer: u16, from: u64, to: u64| {
+            let count = self.tiers.layout(layer).elements;
+            self.tiers.device.convert(View::new(from, count, stored), View::new(to, count, act));
+        };
+        match buffer {
+            Buffer::Block(index) => convert(layer, map.buffers[index as usize], own),
+            Buffer::Head => {
+                convert(layer, map.head_weight, own);
+                if let Some(weight) = map.tied_weight {
+                    convert(0, weight, tied);
+                }
+            }
+        }
+    }
+
+    /// The compute lane.
+    pub(super) fn compute(&self, pass: &Pass, action: Action) -> Result<()> {
+        let map = &self.plan.map;
+        let device = &self.tiers.device;
+        let micro = |index: u32| &pass.data.micros[index as usize];
+        let last = self.plan.layer_count() - 1;
+        let block_use = |layer: u16, index: u32, x: u64, workspace: u64| BlockUse {
+            block: layer - 1,
+            micro: micro(index),
+            weights: self.bound(layer).0,
+            x,
+            workspace,
+        };
+        match action {
+            Action::Bind { layer, buffer } => self.bind(layer, buffer),
+            Action::Forward { layer, micro, keep } => {
+                let workspace = keep.map_or(map.shared_workspace, |slot| map.kept[slot as usize]);
+                let used = block_use(layer, micro, map.anchor(layer, micro), workspace);
+                self.block.forward(device, map, used, Some(map.anchor(layer + 1, micro)));
+            }
+            Action::ForwardOnly { layer, micro } => {
+                let x = map.anchor(1, micro);
+                let used = block_use(layer, micro, x, map.shared_workspace);
+                self.block.forward(device, map, used, Some(x));
+            }
+            Action::Clear { layer, accumulator } => {
+                device.fill(self.accumulator(layer, accumulator), 0.0);
+            }
+            Action::Loss { micro } => self.loss(pass, micro, map.anchor(last, micro), true)?,
+            Action::Evaluate { micro } => self.loss(pass, micro, map.anchor(1, micro), false)?,
+            Action::Logits { micro } => self.logits(pass, micro),
+            Action::Backward { layer, micro, kept, accumulator } => {
+                let workspace = kept.map_or(map.shared_workspace, |slot| map.kept[slot as usize]);
+                let used = block_use(layer, micro, map.anchor(layer, micro), workspace);
+                if kept.is_none() {
+                    self.block.forward(device, map, used, None);
+                }
+                let accumulator = self.accumulator(layer, accumulator).offset;
+                self.block.backward(device, map, used, map.anchor(last, micro), accumulator);
+            }
+            Action::EmbedBackward { micro: index } => {
+                let order = &pass.data.sorted[index as usize];
+                let accumulator = self.accumulator(0, Accumulator::Embed);
+                let dy = map.anchor(last, index);
+                layer::embed_backward(device, micro(index), order, self.hidden, dy, accumulator);
+            }
+            Action::Finish { layer, accumulator } => self.finish(pass, layer, accumulator)?,
+            Action::Clip => self.clip(pass)?,
+            other => unreachable!("{other:?} is not an action of the compute lane"),
+        }
+        Ok(())
+    }
+
+    fn head_use<'a>(&self, pass: &'a Pass, micro: u32, x: u64) -> (&HeadTemplate, HeadUse<'a>) {
+        let (weights, tied_weights) = self.bound(self.plan.layer_count() - 1);
+        let micro = &pass.data.micros[micro as usize];
+        (&self.head, HeadUse { micro, weights, tied_weights, x })
+    }
+
+    fn loss(&self, pass: &Pass, micro: u32, x: u64, gradients: bool) -> Result<()> {
+        let map = &self.plan.map;
+        let (head, used) = self.head_use(pass, micro, x);
+        let accumulators =
+            HeadAccumulators { head: map.head_accumulator, embed: map.embed_accumulator };
+        let gradients = gradients.then_some(accumulators);
+        let sum = head.loss(&self.tiers.device, map, used, pass.data.targets.max(1), gradients);
+        if !sum.is_finite() {
+            return Err(self.non_finite(pass, "loss".to_string(), sum));
+        }
+        pass.data.losses.lock().unwrap_or_else(PoisonError::into_inner)[micro as usize] = sum;
+        Ok(())
+    }
+
+    fn logits(&self, pass: &Pass, micro: u32) {
+        let x = self.plan.map.anchor(1, micro);
+        let (head, used) = self.head_use(pass, micro, x);
+        let rows: Vec<u32> = used.micro.bounds[1..].iter().map(|end| end - 1).collect();
+        let logits = head.logits(&self.tiers.device, &self.plan.map, used, &rows);
+        pass.data.logits.lock().unwrap_or_else(PoisonError::into_inner)[micro as usize] = logits;
+    }
+
+    /// Norm of a finished gradient, then its one rounding.
+    fn finish(&self, pass: &Pass, layer: u16, accumulator: Accumulator) -> Result<()> {
+        let view = self.accumulator(layer, accumulator);
+        let squared = self.tiers.device.squared_norm(view);
+        // A gradient so large that rounding could make it infinite is not a number either.
+        let limit = if self.plan.gradient_bytes == 2 { BF16_ROUNDS_TO_INFINITY } else { f64::MAX };
+        if squared.is_nan() || squared.sqrt() >= limit {
+            let what = format!("gradient norm of {}", self.tiers.layout(layer).id);
+            return Err(self.non_finite(pass, what, squared.sqrt()));
+        }
+        if self.plan.gradient_bytes == 2 {
+            self.tiers.device.round_in_place(view);
+        }
+        let mut norms = pass.data.norms.lock().unwrap_or_else(PoisonError::into_inner);
+        norms.resize(usize::from(self.plan.layer_count()), 0.0);
+        norms[usize::from(layer)] = squared;
+        drop(norms);
+        // The embedding is finished last: the norm of the whole is known.
+        if layer == 0 {
+            let norm = pass.global_norm();
+            pass.data.grad_norm.set(norm).expect("a step has one norm");
+        }
+        Ok(())
+    }
+}
+
+/// f32 values from here on round to an infinite bf16.
+const BF16_ROUNDS_TO_INFINITY: f64 = f32::from_bits(0x7F7F_8000) as f64;
+

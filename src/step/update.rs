@@ -1,0 +1,125 @@
+//! The update lane: AdamW over each tile, span by span, with spilled states streaming through slabs.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::lanes::await_turn;
+use super::{Pass, Shared};
+use crate::error::{Error, Result};
+use crate::optimizer::{AdamwStep, GradientSpan, WeightSpan, adamw_parallel};
+use crate::schedule::{Action, GradientSlot, Lane};
+use crate::tile::{Precision, Section};
+use crate::transfer::states::{SpanSlabs, StateStream};
+
+/// Walks the updates of a pass. An update is done when its spilled extents are written, so several
+/// can be under way; they are marked in order.
+pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -> Result<()> {
+    let updates: Vec<(usize, u16, GradientSlot)> = pass
+        .schedule
+        .lane(Lane::Update)
+        .map(|index| match pass.action(index) {
+            Action::Update { layer, slot } => (index, layer, slot),
+            other => unreachable!("{other:?} is not an action of the update lane"),
+        })
+        .collect();
+    states.announce(updates.iter().map(|(_, layer, _)| *layer));
+    states.advance()?;
+    let mut under_way: VecDeque<(usize, u16)> = VecDeque::new();
+    let mut settle = |states: &StateStream<'_>, under_way: &mut VecDeque<(usize, u16)>| {
+        while under_way.front().is_some_and(|(_, layer)| states.is_settled(*layer)) {
+            let (index, _) = under_way.pop_front().expect("its front was seen");
+            pass.progress.mark(index, pass.number);
+        }
+    };
+    for (index, layer, slot) in updates {
+        // Writes of earlier tiles end while this one waits for its gradient.
+        while !under_way.is_empty() && !is_ready(pass, index) && !shared.failure.is_set() {
+            states.wait()?;
+            settle(states, &mut under_way);
+        }
+        if !await_turn(shared, Lane::Update, pass, index) {
+            return Err(Error::StoreFailed { first: "another lane failed".to_string() });
+        }
+        let started = Instant::now();
+        update_tile(shared, pass, states, layer, slot)?;
+        shared.tiers.stats.trace("update", || format!("Update {layer}"), started);
+        under_way.push_back((index, layer));
+        settle(states, &mut under_way);
+    }
+    while !under_way.is_empty() {
+        states.wait()?;
+        settle(states, &mut under_way);
+    }
+    Ok(())
+}
+
+fn is_ready(pass: &Pass, index: usize) -> bool {
+    let after = &pass.schedule.actions[index].after;
+    after.iter().all(|a| pass.progress.is_done(a.action, pass.number - u64::from(a.previous)))
+}
+
+/// AdamW over one tile, extent by extent.
+fn update_tile(
+    shared: &Shared,
+    pass: &Pass,
+    states: &mut StateStream<'_>,
+    layer: u16,
+    slot: GradientSlot,
+) -> Result<()> {
+    let adamw = pass.data.adamw.get().expect("the schedule puts updates after the norm");
+    for extent in 0..shared.tiers.layout(layer).extent_count() {
+        let mut slabs = states.take(layer, extent)?;
+        let started = Instant::now();
+        update_span(shared, adamw, layer, extent, slot, &mut slabs);
+        shared.tiers.stats.updated(started.elapsed());
+        states.put(layer, extent, slabs)?;
+    }
+    Ok(())
+}
+
+/// AdamW over one extent of each section, wherever each of them is.
+fn update_span(
+    shared: &Shared,
+    adamw: &AdamwStep,
+    layer: u16,
+    extent: u32,
+    slot: GradientSlot,
+    slabs: &mut SpanSlabs,
+) {
+    let tiers = &shared.tiers;
+    let layout = tiers.layout(layer);
+    let elements = layout.extent_elements(extent);
+    let range = elements.start as usize..elements.end as usize;
+    let count = range.len();
+    let decayed = layout.decayed_elements.clamp(elements.start, elements.end) - elements.start;
+    let mut homes = Section::ALL.map(|section| tiers.home_mut(layer, section));
+    let [weight_slab, residual_slab, moment1_slab, moment2_slab] = slabs;
+    let [weight_home, residual_home, moment1_home, moment2_home] = &mut homes;
+    // A section's span is in its slab if it is spilled, else a range of its home.
+    macro_rules! span {
+        ($slab:ident, $home:ident, $t:ty) => {
+            match ($slab, $home) {
+                (Some(slab), _) => &mut slab.as_mut_slice::<$t>()[..count],
+                (None, Some(home)) => &mut home.as_mut_slice::<$t>()[range.clone()],
+                (None, None) => &mut [],
+            }
+        };
+    }
+    let weight = match tiers.precision() {
+        Precision::Bf16 => WeightSpan::Split {
+            weight: span!(weight_slab, weight_home, u16),
+            residual: span!(residual_slab, residual_home, i16),
+        },
+        Precision::Fp32 => WeightSpan::Full(span!(weight_slab, weight_home, f32)),
+    };
+    let moment1 = span!(moment1_slab, moment1_home, f32);
+    let moment2 = span!(moment2_slab, moment2_home, f32);
+    let gradient = tiers.gradient(slot);
+    let gradient = if shared.plan.gradient_bytes == 2 {
+        GradientSpan::Bf16(&gradient.as_slice::<u16>()[range])
+    } else {
+        GradientSpan::F32(&gradient.as_slice::<f32>()[range])
+    };
+    let decayed = usize::try_from(decayed).expect("at most an extent");
+    adamw_parallel(shared.isa, adamw, decayed, weight, moment1, moment2, gradient);
+}

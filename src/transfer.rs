@@ -1,0 +1,273 @@
+//! Moves tiles one hop at a time, through host: the only room that does.
+//!
+//! - [`Tiers`] holds what the plan cut: homes, gradient slots and the slab ring in host, the device,
+//!   the scratch store. Each home has a lock of its own; the schedule already keeps users apart, so
+//!   a lock is never waited for long.
+//! - A spilled section streams extent by extent through slabs; a slab in flight belongs to the store
+//!   until its completion, and nobody sees bytes that are not verified.
+//! - Queues are bounded by the ring: a transfer waits for a slab, it never takes memory.
+//!
+//! When a transfer starts is `step`'s to say. The update's own stream over spilled states is
+//! [`states`].
+
+pub mod states;
+
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crossbeam_channel::{Receiver, Sender};
+
+use crate::device::{Device, Dtype, View};
+use crate::error::Result;
+use crate::host::{HostCutter, Lease, Ring};
+use crate::plan::{GradientSlots, Home, Plan};
+use crate::schedule::GradientSlot;
+use crate::stats::{Hop, Stats};
+use crate::store::{Completion, Direction, ExtentKey, Request, Scratch};
+use crate::tile::{Precision, SECTION_COUNT, Section, TileLayout};
+
+/// Slabs that one promotion or gather keeps in flight at most.
+const STREAM_DEPTH: usize = 4;
+
+/// Every tier's memory of a run.
+pub struct Tiers {
+    /// The device.
+    pub device: Device,
+    /// Ring of slabs that extents travel in.
+    pub ring: Ring,
+    /// Scratch store; absent when nothing is spilled.
+    pub store: Option<Scratch>,
+    /// Counters.
+    pub stats: Stats,
+    precision: Precision,
+    layouts: Vec<TileLayout>,
+    homes: Vec<[Option<RwLock<Lease>>; SECTION_COUNT]>,
+    spilled: Vec<[bool; SECTION_COUNT]>,
+    gradients: Vec<Mutex<Lease>>,
+}
+
+impl Tiers {
+    /// Cuts the host arena as the plan says. `store` must hold the plan's spilled sections.
+    pub fn new(
+        plan: &Plan,
+        device: Device,
+        mut cutter: HostCutter,
+        ring: Ring,
+        store: Option<Scratch>,
+        stats: Stats,
+    ) -> Tiers {
+        assert_eq!(plan.spills(), store.is_some(), "a store exactly when something is spilled");
+        let mut homes = Vec::new();
+        let mut spilled = Vec::new();
+        for tile in &plan.tiles {
+            let mut cut = |section: Section| match tile.homes[section as usize] {
+                Some(Home::Host) => {
+                    let bytes = tile.layout.section_bytes(section, plan.precision);
+                    Some(RwLock::new(cutter.cut(bytes)))
+                }
+                Some(Home::Store) | None => None,
+            };
+            homes.push(Section::ALL.map(&mut cut));
+            spilled.push(tile.homes.map(|home| home == Some(Home::Store)));
+        }
+        let slot = |tile: &crate::plan::TilePlan| tile.layout.elements * plan.gradient_bytes;
+        let sizes: Vec<u64> = match plan.host.gradient_slots {
+            GradientSlots::PerTile => plan.tiles.iter().map(slot).collect(),
+            GradientSlots::Shared => {
+                let last = plan.tiles.len() - 1;
+                let block = plan.tiles[1..last].iter().map(slot).max().unwrap_or(0);
+                vec![block, block, slot(&plan.tiles[0]).max(slot(&plan.tiles[last]))]
+            }
+        };
+        let gradients = sizes.into_iter().map(|bytes| Mutex::new(cutter.cut(bytes))).collect();
+        Tiers {
+            device,
+            ring,
+            store,
+            stats,
+            precision: plan.precision,
+            layouts: plan.tiles.iter().map(|tile| tile.layout.clone()).collect(),
+            homes,
+            spilled,
+            gradients,
+        }
+    }
+
+    /// Layout of a layer's tile.
+    pub fn layout(&self, layer: u16) -> &TileLayout {
+        &self.layouts[usize::from(layer)]
+    }
+
+    /// Layouts of all tiles.
+    pub fn layouts(&self) -> &[TileLayout] {
+        &self.layouts
+    }
+
+    /// Format of weights.
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// Whether a section lives in the store.
+    pub fn is_spilled(&self, layer: u16, section: Section) -> bool {
+        self.spilled[usize::from(layer)][section as usize]
+    }
+
+    /// A section's home in host, to read; `None` if it is spilled.
+    pub fn home(&self, layer: u16, section: Section) -> Option<RwLockReadGuard<'_, Lease>> {
+        let home = self.homes[usize::from(layer)][section as usize].as_ref()?;
+        Some(home.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A section's home in host, to write; `None` if it is spilled.
+    pub fn home_mut(&self, layer: u16, section: Section) -> Option<RwLockWriteGuard<'_, Lease>> {
+        let home = self.homes[usize::from(layer)][section as usize].as_ref()?;
+        Some(home.write().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The place of a waiting gradient.
+    pub fn gradient(&self, slot: GradientSlot) -> MutexGuard<'_, Lease> {
+        let index = match slot {
+            GradientSlot::Tile(layer) => usize::from(layer),
+            GradientSlot::Block(index) => index as usize,
+            GradientSlot::Wide => 2,
+        };
+        self.gradients[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The scratch store.
+    pub fn scratch(&self) -> &Scratch {
+        self.store.as_ref().expect("a spilled section has a store")
+    }
+
+    /// Starts the read of an extent into a slab.
+    pub fn read_extent(&self, key: ExtentKey, slab: Lease, reply: &Sender<Completion>) -> Result<()> {
+        let request = Request { key, direction: Direction::Read, slab, reply: reply.clone() };
+        self.stats.crossed(Hop::Read, self.extent_bytes(key));
+        self.scratch().submit(request)
+    }
+
+    /// Starts the write of an extent from a slab.
+    pub fn write_extent(&self, key: ExtentKey, slab: Lease, reply: &Sender<Completion>) -> Result<()> {
+        let request = Request { key, direction: Direction::Write, slab, reply: reply.clone() };
+        self.stats.crossed(Hop::Write, self.extent_bytes(key));
+        self.scratch().submit(request)
+    }
+
+    /// Bytes of an extent, without padding.
+    pub fn extent_bytes(&self, key: ExtentKey) -> u64 {
+        let elements = self.layout(key.tile.layer).extent_elements(key.extent);
+        (elements.end - elements.start) * key.section.element_bytes(self.precision)
+    }
+
+    /// Calls `with` for each extent of a section in order, with its bytes: from the home in host, or
+    /// read from the store with a few slabs in flight.
+    pub fn stream_section(
+        &self,
+        layer: u16,
+        section: Section,
+        mut with: impl FnMut(u32, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let layout = self.layout(layer);
+        let width = section.element_bytes(self.precision);
+        if let Some(home) = self.home(layer, section) {
+            let bytes = home.as_slice::<u8>();
+            for extent in 0..layout.extent_count() {
+                let elements = layout.extent_elements(extent);
+                with(extent, &bytes[byte_range(&elements, width)])?;
+            }
+            return Ok(());
+        }
+        let (reply, done) = crossbeam_channel::unbounded();
+        self.stream_spilled(layer, section, &reply, &done, &mut with)
+    }
+
+    fn stream_spilled(
+        &self,
+        layer: u16,
+        section: Section,
+        reply: &Sender<Completion>,
+        done: &Receiver<Completion>,
+        with: &mut dyn FnMut(u32, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let tile = self.layout(layer).id;
+        let count = self.layout(layer).extent_count();
+        let (mut asked, mut given) = (0, 0);
+        let mut early: Vec<(u32, Lease)> = Vec::with_capacity(STREAM_DEPTH);
+        while given < count {
+            while asked < count && ((asked - given) as usize) < STREAM_DEPTH {
+                let slab = match self.ring.try_take() {
+                    Some(slab) => slab,
+                    // With nothing in flight, wait: others give their slabs back.
+                    None if asked == given => self.ring.take(),
+                    None => break,
+                };
+                self.read_extent(ExtentKey { tile, section, extent: asked }, slab, reply)?;
+                asked += 1;
+            }
+            let completion = done.recv().expect("this function holds a sender");
+            completion.result?;
+            early.push((completion.key.extent, completion.slab));
+            while let Some(at) = early.iter().position(|(extent, _)| *extent == given) {
+                let (extent, slab) = early.swap_remove(at);
+                let key = ExtentKey { tile, section, extent };
+                let bytes = usize::try_from(self.extent_bytes(key)).expect("an extent fits");
+                with(extent, &slab.as_slice::<u8>()[..bytes])?;
+                given += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Promotes a layer's weight section to the device, at byte `offset` of its arena.
+    pub fn promote_weight(&self, layer: u16, offset: u64) -> Result<()> {
+        let width = Section::Weight.element_bytes(self.precision);
+        self.stream_section(layer, Section::Weight, |extent, bytes| {
+            let start = self.layout(layer).extent_elements(extent).start * width;
+            self.device.copy_in(offset + start, bytes);
+            self.stats.crossed(Hop::Promote, bytes.len() as u64);
+            Ok(())
+        })
+    }
+
+    /// Copies the embedding rows of `tokens` to `out`, act `[T, H]`. Only rows that are named cross.
+    pub fn gather_rows(&self, tokens: &[u32], hidden: u64, out: View) -> Result<()> {
+        let width = Section::Weight.element_bytes(self.precision);
+        let row_bytes = hidden * width;
+        let mut rows = vec![0u8; usize::try_from(tokens.len() as u64 * row_bytes).expect("fits")];
+        let row_bytes = usize::try_from(row_bytes).expect("a row fits");
+        self.stream_section(0, Section::Weight, |extent, bytes| {
+            let first = self.layout(0).extent_elements(extent).start * width;
+            let last = first + bytes.len() as u64;
+            for (token, row) in tokens.iter().zip(rows.chunks_exact_mut(row_bytes)) {
+                let start = u64::from(*token) * row_bytes as u64;
+                let (from, to) = (start.max(first), (start + row_bytes as u64).min(last));
+                if from < to {
+                    let target = (from - start) as usize..(to - start) as usize;
+                    row[target].copy_from_slice(&bytes[(from - first) as usize..(to - first) as usize]);
+                }
+            }
+            Ok(())
+        })?;
+        self.stats.crossed(Hop::Promote, rows.len() as u64);
+        let dtype = match self.precision {
+            Precision::Bf16 => Dtype::Bf16,
+            Precision::Fp32 => Dtype::F32,
+        };
+        self.device.copy_rows_in(dtype, &rows, out);
+        Ok(())
+    }
+
+    /// Demotes a finished gradient to where it waits.
+    pub fn demote_gradient(&self, gradient: View, slot: GradientSlot) {
+        let mut place = self.gradient(slot);
+        let bytes = usize::try_from(gradient.bytes()).expect("a gradient fits its slot");
+        self.device.copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
+        self.stats.crossed(Hop::Demote, gradient.bytes());
+    }
+}
+
+/// The bytes of an element range of `width` bytes each.
+pub fn byte_range(elements: &std::ops::Range<u64>, width: u64) -> std::ops::Range<usize> {
+    let byte = |element: u64| usize::try_from(element * width).expect("a section fits memory");
+    byte(elements.start)..byte(elements.end)
+}
