@@ -2,10 +2,10 @@
 
     python tests/golden/make.py [DIR]        (DIR defaults to this folder)
 
-For each case DIR/<case>/ gets config.json and model.safetensors (float32, as save_pretrained writes
-them), golden.safetensors and golden.json; training cases also get golden_steps.safetensors.
-DIR/manifest.json has versions, seeds, shapes and SHA-256 sums. The same versions on the same kind of
-processor give the same bytes. README.md says what each key means.
+For each case DIR/<case>/ gets config.json and model.safetensors (float32, as save_pretrained
+writes them), golden.safetensors and golden.json; training cases also golden_steps.safetensors.
+DIR/manifest.json has versions, seeds, shapes and SHA-256 sums. The same versions on the same kind
+of processor give the same bytes. README.md says what each key means.
 
 What the references are:
 - Each sequence runs on its own, so positions start at 0 and nothing attends across sequences.
@@ -246,7 +246,7 @@ def once(model, micro_batches):
 
 
 def adamw(named):
-    """torch.optim.AdamW, decay only on tensors of rank >= 2; plain loops, so that order is fixed."""
+    """torch.optim.AdamW, decay only on tensors of rank >= 2; plain loops, so order is fixed."""
     decayed = [p for _, p in named if p.ndim >= 2]
     others = [p for _, p in named if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
