@@ -3,6 +3,8 @@
 
 pub mod config;
 pub mod data;
+#[allow(unsafe_code, reason = "device arenas are raw memory")]
+pub mod device;
 pub mod error;
 pub mod hf;
 #[allow(unsafe_code, reason = "the host arena is raw memory")]

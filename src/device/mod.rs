@@ -13,6 +13,8 @@ pub mod ops;
 
 pub use cpu::CpuDevice;
 
+use crate::error::Result;
+
 /// Numeric format of a view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dtype {
@@ -78,3 +80,56 @@ pub enum Device {
     /// The processor, in f32 arithmetic over bf16 or f32 weights.
     Cpu(CpuDevice),
 }
+
+impl Device {
+    /// A CPU device with an arena of `arena_bytes` (rounded up to a page).
+    /// [`Error::Io`](crate::Error::Io) if the system refuses the memory.
+    pub fn cpu(arena_bytes: u64) -> Result<Device> {
+        Ok(Device::Cpu(CpuDevice::new(arena_bytes)?))
+    }
+
+    /// Bytes of the arena.
+    pub fn arena_bytes(&self) -> u64 {
+        match self {
+            Device::Cpu(cpu) => cpu.arena_bytes(),
+        }
+    }
+
+    /// Copies `bytes` to the arena at byte `offset`. May be called from any thread while operations
+    /// run on other ranges; the schedule keeps the ranges apart.
+    ///
+    /// # Panics
+    /// If the range leaves the arena.
+    pub fn copy_in(&self, offset: u64, bytes: &[u8]) {
+        match self {
+            Device::Cpu(cpu) => cpu.copy_in(offset, bytes),
+        }
+    }
+
+    /// Copies the arena's bytes from `offset` on to `bytes`; otherwise as [`Device::copy_in`].
+    ///
+    /// # Panics
+    /// If the range leaves the arena.
+    pub fn copy_out(&self, offset: u64, bytes: &mut [u8]) {
+        match self {
+            Device::Cpu(cpu) => cpu.copy_out(offset, bytes),
+        }
+    }
+
+    /// Fills a released buffer with NaN, so that a use after its release shows. For tests.
+    pub fn poison(&self, view: View) {
+        match self {
+            Device::Cpu(cpu) => cpu.poison(view),
+        }
+    }
+
+    /// Writes `values` to the view, rounded to its format. For tables made on the host and tests.
+    pub fn write_f32(&self, out: View, values: &[f32]) {
+        match self {
+            Device::Cpu(cpu) => cpu.write_f32(out, values),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

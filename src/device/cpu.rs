@@ -1,3 +1,0 @@
-//! The CPU device.
-/// The CPU device.
-pub struct CpuDevice {}

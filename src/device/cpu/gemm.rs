@@ -1,0 +1,250 @@
+//! Matrix products of the CPU device.
+//!
+//! - The output is cut into panels whose size depends on its shape alone; rayon runs panels, and
+//!   within one the `gemm` crate runs on the calling thread. No product is split over its inner
+//!   dimension, so the order of every sum is fixed.
+//! - Transposes are strides; nothing is copied but the crate's own packed panels.
+//!
+//! What the matrices mean is `ops`' to say.
+
+use rayon::prelude::*;
+
+use super::{CpuDevice, View, add_to, assert_apart};
+
+/// Rows of a panel of the output.
+const PANEL_ROWS: usize = 512;
+/// Columns of a panel of the output.
+const PANEL_COLUMNS: usize = 512;
+
+/// A matrix to read: element (i, j) is at `at + i·row + j·column`.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix {
+    /// Element (0, 0).
+    pub(super) at: *const f32,
+    /// Elements from a row to the next.
+    pub(super) row: usize,
+    /// Elements from a column to the next.
+    pub(super) column: usize,
+}
+
+// SAFETY: a matrix is a name; those who read through it keep the promises of `multiply`.
+unsafe impl Send for Matrix {}
+// SAFETY: as for Send.
+unsafe impl Sync for Matrix {}
+
+impl Matrix {
+    /// A row-major matrix with `row` elements from a row to the next.
+    pub(super) fn rows(at: *const f32, row: usize) -> Matrix {
+        Matrix { at, row, column: 1 }
+    }
+
+    /// The same memory, read as the transpose.
+    pub(super) fn transposed(self) -> Matrix {
+        Matrix {
+            at: self.at,
+            row: self.column,
+            column: self.row,
+        }
+    }
+
+    /// The matrix from element (i, j) on.
+    fn from(self, i: usize, j: usize) -> Matrix {
+        let at = self.at.wrapping_add(i * self.row + j * self.column);
+        Matrix { at, ..self }
+    }
+}
+
+/// A row-major matrix to write, with `row` elements from a row to the next.
+#[derive(Clone, Copy)]
+pub(super) struct Output {
+    /// Element (0, 0).
+    pub(super) at: *mut f32,
+    /// Elements from a row to the next.
+    pub(super) row: usize,
+}
+
+// SAFETY: as for `Matrix`; panels of one output are disjoint.
+unsafe impl Send for Output {}
+// SAFETY: as for Send.
+unsafe impl Sync for Output {}
+
+impl Output {
+    /// The matrix from element (i, j) on.
+    fn from(self, i: usize, j: usize) -> Output {
+        let at = self.at.wrapping_add(i * self.row + j);
+        Output { at, ..self }
+    }
+}
+
+/// Rows, columns and inner dimension of a product.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Size {
+    /// Rows of the output.
+    pub(super) rows: usize,
+    /// Columns of the output.
+    pub(super) columns: usize,
+    /// Terms of each sum.
+    pub(super) inner: usize,
+}
+
+/// out = a·b, or out += a·b, on the calling thread.
+///
+/// # Safety
+/// a `[rows, inner]`, b `[inner, columns]` and out `[rows, columns]` are in bounds, initialised
+/// (out only if accumulating) and out overlaps neither, nor is touched by another thread.
+pub(super) unsafe fn multiply(size: Size, a: Matrix, b: Matrix, out: Output, accumulate: bool) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        gemm::gemm(
+            size.rows,
+            size.columns,
+            size.inner,
+            out.at,
+            1,
+            out.row as isize,
+            accumulate,
+            a.at,
+            a.column as isize,
+            a.row as isize,
+            b.at,
+            b.column as isize,
+            b.row as isize,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// [`multiply`] over fixed panels on rayon's threads; `bias` is added to every row of out.
+///
+/// # Safety
+/// As [`multiply`].
+unsafe fn multiply_panels(
+    size: Size,
+    a: Matrix,
+    b: Matrix,
+    out: Output,
+    bias: Option<&[f32]>,
+    accumulate: bool,
+) {
+    let across = size.columns.div_ceil(PANEL_COLUMNS);
+    let panels = size.rows.div_ceil(PANEL_ROWS) * across;
+    (0..panels).into_par_iter().for_each(|panel| {
+        let (i, j) = (panel / across * PANEL_ROWS, panel % across * PANEL_COLUMNS);
+        let part = Size {
+            rows: PANEL_ROWS.min(size.rows - i),
+            columns: PANEL_COLUMNS.min(size.columns - j),
+            inner: size.inner,
+        };
+        let at = out.from(i, j);
+        if let Some(bias) = bias {
+            let bias = &bias[j..j + part.columns];
+            for row in 0..part.rows {
+                let first = at.at.wrapping_add(row * at.row);
+                // SAFETY: a row of this panel, in bounds and initialised memory of the arena;
+                // panels are disjoint.
+                let row = unsafe { std::slice::from_raw_parts_mut(first, part.columns) };
+                if accumulate {
+                    add_to(row, bias);
+                } else {
+                    row.copy_from_slice(bias);
+                }
+            }
+        }
+        let read = accumulate || bias.is_some();
+        // SAFETY: a part of what the caller promised; panels are disjoint.
+        unsafe { multiply(part, a.from(i, 0), b.from(0, j), at, read) };
+    });
+}
+
+/// Rows of a matrix of `count` elements and `columns` columns.
+fn rows_of(count: u64, columns: u64, what: &str) -> u64 {
+    assert!(
+        columns > 0 && count.is_multiple_of(columns),
+        "{what}: {count} elements in rows of {columns}"
+    );
+    count / columns
+}
+
+impl CpuDevice {
+    pub(super) fn matrix(&self, view: View, row: u64) -> Matrix {
+        Matrix::rows(self.at_f32(view), row as usize)
+    }
+
+    fn matrix_out(&self, view: View, row: u64) -> Output {
+        Output {
+            at: self.at_f32(view),
+            row: row as usize,
+        }
+    }
+
+    pub(in crate::device) fn linear_forward(
+        &self,
+        x: View,
+        w: View,
+        bias: Option<View>,
+        y: View,
+        k: u64,
+        accumulate: bool,
+    ) {
+        let (t, n) = (rows_of(x.count, k, "x"), rows_of(w.count, k, "w"));
+        assert_eq!(y.count, t * n, "y is [T, N]");
+        let mut inputs = vec![x, w];
+        inputs.extend(bias);
+        assert_apart(&[y], &inputs);
+        let bias = bias.map(|bias| {
+            assert_eq!(bias.count, n, "bias is [N]");
+            self.input(bias)
+        });
+        let size = Size {
+            rows: t as usize,
+            columns: n as usize,
+            inner: k as usize,
+        };
+        let (x, w) = (self.matrix(x, k), self.matrix(w, k));
+        let y = self.matrix_out(y, n);
+        // SAFETY: lengths and overlap asserted above; the schedule keeps others away.
+        unsafe { multiply_panels(size, x, w.transposed(), y, bias, accumulate) };
+    }
+
+    pub(in crate::device) fn linear_backward_input(
+        &self,
+        dy: View,
+        w: View,
+        dx: View,
+        k: u64,
+        accumulate: bool,
+    ) {
+        let (t, n) = (rows_of(dx.count, k, "dx"), rows_of(w.count, k, "w"));
+        assert_eq!(dy.count, t * n, "dy is [T, N]");
+        assert_apart(&[dx], &[dy, w]);
+        let size = Size {
+            rows: t as usize,
+            columns: k as usize,
+            inner: n as usize,
+        };
+        let (dy, w) = (self.matrix(dy, n), self.matrix(w, k));
+        let dx = self.matrix_out(dx, k);
+        // SAFETY: lengths and overlap asserted above; the schedule keeps others away.
+        unsafe { multiply_panels(size, dy, w, dx, None, accumulate) };
+    }
+
+    pub(in crate::device) fn linear_backward_weight(&self, dy: View, x: View, dw: View, k: u64) {
+        let (t, n) = (rows_of(x.count, k, "x"), rows_of(dw.count, k, "dw"));
+        assert_eq!(dy.count, t * n, "dy is [T, N]");
+        assert_apart(&[dw], &[dy, x]);
+        let size = Size {
+            rows: n as usize,
+            columns: k as usize,
+            inner: t as usize,
+        };
+        let (dy, x) = (self.matrix(dy, n), self.matrix(x, k));
+        let dw = self.matrix_out(dw, k);
+        // SAFETY: lengths and overlap asserted above; the schedule keeps others away.
+        unsafe { multiply_panels(size, dy.transposed(), x, dw, None, true) };
+    }
+}
