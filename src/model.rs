@@ -7,6 +7,7 @@
 //! Pure: `config` parsing is in [`parse`], files are read by `hf`.
 
 pub mod parse;
+pub mod random;
 
 use crate::tile::{TileId, TileLayout};
 
