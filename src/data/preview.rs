@@ -1,0 +1,136 @@
+//! What a run would train on, for eyes: sequences as text with the masked tokens marked.
+//!
+//! - On a terminal, masked text is dim; elsewhere it stands in `⟦…⟧`.
+//! - Control characters of the text are shown as escapes: a dataset cannot drive the terminal.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use super::cursor::{efficiency, plan_in_order};
+use super::{Dataset, TextTokenizer};
+use crate::config::DataConfig;
+use crate::error::{Error, Result};
+
+/// How [`preview`] prints.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PreviewOptions {
+    /// Sequences to print.
+    pub sequences: u64,
+    /// Mark masked text by terminal codes instead of brackets.
+    pub colour: bool,
+    /// Print token ids below each row.
+    pub ids: bool,
+}
+
+/// Writes the first sequences of `dataset` in file order, packed as configured, then its numbers.
+/// Without a tokenizer rows are shown as ids.
+pub fn preview(
+    dataset: &Dataset,
+    config: &DataConfig,
+    tokenizer: Option<&TextTokenizer>,
+    options: PreviewOptions,
+    out: &mut dyn Write,
+) -> Result<()> {
+    let plan = plan_in_order(dataset, config);
+    for sequence in 0..plan.sequences().min(options.sequences) {
+        let rows = plan.rows(sequence);
+        let tokens: u64 = rows.iter().map(|&row| dataset.row_len(row)).sum();
+        write(writeln!(
+            out,
+            "sequence {sequence}: {} rows, {tokens} of {} tokens",
+            rows.len(),
+            config.seq_len
+        ))?;
+        for &row in rows {
+            write_row(dataset, row, tokenizer, options, out)?;
+        }
+    }
+    let stats = dataset.stats();
+    let sequences = plan.sequences();
+    write(writeln!(
+        out,
+        "{} rows, {} tokens, {} trained on ({:.1} %), longest row {}, mean {:.1}",
+        stats.rows,
+        stats.tokens,
+        stats.targets,
+        100.0 * stats.targets as f64 / stats.tokens as f64,
+        stats.longest,
+        stats.tokens as f64 / stats.rows as f64,
+    ))?;
+    write(writeln!(
+        out,
+        "{sequences} sequences of at most {} tokens, {:.1} % full; {} rows cut, {} empty texts left out",
+        config.seq_len,
+        100.0 * efficiency(dataset, &plan, config.seq_len),
+        stats.truncated,
+        stats.left_out,
+    ))
+}
+
+fn write_row(
+    dataset: &Dataset,
+    row: u32,
+    tokenizer: Option<&TextTokenizer>,
+    options: PreviewOptions,
+    out: &mut dyn Write,
+) -> Result<()> {
+    let ids = dataset.row(row);
+    write(writeln!(
+        out,
+        "--- {}, {} tokens",
+        dataset.place(row),
+        ids.len()
+    ))?;
+    // The first token is predicted by nothing, so it counts as masked.
+    let trained = |index: usize| index > 0 && dataset.is_trained(row, index);
+    let (open, close) = if options.colour {
+        ("\x1b[2m", "\x1b[0m")
+    } else {
+        ("⟦", "⟧")
+    };
+    let mut start = 0;
+    while start < ids.len() {
+        let end = (start..ids.len())
+            .find(|&index| trained(index) != trained(start))
+            .unwrap_or(ids.len());
+        let text = match tokenizer {
+            Some(tokenizer) => escaped(&tokenizer.decode(&ids[start..end], false)?),
+            None => listed(&ids[start..end]),
+        };
+        let (open, close) = if trained(start) {
+            ("", "")
+        } else {
+            (open, close)
+        };
+        write(write!(out, "{open}{text}{close}"))?;
+        start = end;
+    }
+    write(writeln!(out))?;
+    if options.ids {
+        write(writeln!(out, "ids {}", listed(ids)))?;
+    }
+    Ok(())
+}
+
+fn listed(ids: &[u32]) -> String {
+    let words: Vec<String> = ids.iter().map(u32::to_string).collect();
+    words.join(" ")
+}
+
+/// The text with line ends and tabs as they are, and other control characters as escapes.
+fn escaped(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        let direction = matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        if (c.is_control() && c != '\n' && c != '\t') || direction {
+            shown.extend(c.escape_unicode());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
+}
+
+fn write(result: io::Result<()>) -> Result<()> {
+    result.map_err(|error| Error::io("write", Path::new("standard output"), error))
+}
