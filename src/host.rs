@@ -112,6 +112,7 @@ impl HostCutter {
     /// The next `count` slabs of `slab_bytes` each, as a ring.
     pub fn cut_ring(&mut self, count: usize, slab_bytes: u64) -> Ring {
         let (give_back, free) = crossbeam_channel::bounded(count);
+        let start = self.next;
         for _ in 0..count {
             let mut lease = self.cut(slab_bytes);
             lease.ring = Some(give_back.clone());
@@ -123,6 +124,8 @@ impl HostCutter {
             arena: self.arena.clone(),
             count,
             slab_bytes,
+            start,
+            end: self.next,
         }
     }
 
@@ -139,6 +142,35 @@ pub struct Ring {
     arena: Arc<HostArena>,
     count: usize,
     slab_bytes: u64,
+    start: usize,
+    end: usize,
+}
+
+/// The memory of a ring, to be registered with an engine of I/O or a device. It keeps the arena,
+/// so the range stays mapped as long as anyone has it registered; it gives no access to the bytes.
+#[derive(Clone)]
+pub struct Span {
+    arena: Arc<HostArena>,
+    start: usize,
+    end: usize,
+    stride: usize,
+}
+
+impl Span {
+    /// First byte, as a number; page-aligned.
+    pub fn address(&self) -> usize {
+        self.arena.base.as_ptr() as usize + self.start
+    }
+
+    /// Bytes of the range.
+    pub fn bytes(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Bytes from a slab to the next: cut the range only at its multiples.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
 }
 
 impl Ring {
@@ -161,6 +193,16 @@ impl Ring {
     /// Slabs that are free at this instant.
     pub fn free_count(&self) -> usize {
         self.free.len()
+    }
+
+    /// The ring's memory, for registration.
+    pub fn span(&self) -> Span {
+        Span {
+            arena: self.arena.clone(),
+            start: self.start,
+            end: self.end,
+            stride: (self.slab_bytes as usize).next_multiple_of(PAGE_BYTES as usize),
+        }
     }
 
     /// Bytes of a slab.

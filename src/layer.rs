@@ -11,16 +11,20 @@ mod block;
 mod embed;
 mod head;
 
-pub use block::BlockTemplate;
+pub use block::{BlockTemplate, BlockUse};
 pub use embed::embed_backward;
-pub use head::HeadTemplate;
+pub use head::{HeadAccumulators, HeadTemplate, HeadUse};
 
 use crate::device::{Dtype, View};
 use crate::tile::{TensorRange, TileLayout};
 
 /// The element range of a tensor, by the end of its name.
 fn range_of(layout: &TileLayout, suffix: &str) -> Option<TensorRange> {
-    layout.tensors.iter().find(|tensor| tensor.name.ends_with(suffix)).cloned()
+    layout
+        .tensors
+        .iter()
+        .find(|tensor| tensor.name.ends_with(suffix))
+        .cloned()
 }
 
 /// The tensor's view in a tile's weights or accumulator that begins at byte `base`.

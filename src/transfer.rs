@@ -22,7 +22,8 @@ use crate::host::{HostCutter, Lease, Ring};
 use crate::plan::{GradientSlots, Home, Plan};
 use crate::schedule::GradientSlot;
 use crate::stats::{Hop, Stats};
-use crate::store::{Completion, Direction, ExtentKey, Request, Scratch};
+use crate::store::disk::Direction;
+use crate::store::{Completion, ExtentKey, Request, Scratch};
 use crate::tile::{Precision, SECTION_COUNT, Section, TileLayout};
 
 /// Slabs that one promotion or gather keeps in flight at most.
@@ -55,7 +56,11 @@ impl Tiers {
         store: Option<Scratch>,
         stats: Stats,
     ) -> Tiers {
-        assert_eq!(plan.spills(), store.is_some(), "a store exactly when something is spilled");
+        assert_eq!(
+            plan.spills(),
+            store.is_some(),
+            "a store exactly when something is spilled"
+        );
         let mut homes = Vec::new();
         let mut spilled = Vec::new();
         for tile in &plan.tiles {
@@ -75,10 +80,17 @@ impl Tiers {
             GradientSlots::Shared => {
                 let last = plan.tiles.len() - 1;
                 let block = plan.tiles[1..last].iter().map(slot).max().unwrap_or(0);
-                vec![block, block, slot(&plan.tiles[0]).max(slot(&plan.tiles[last]))]
+                vec![
+                    block,
+                    block,
+                    slot(&plan.tiles[0]).max(slot(&plan.tiles[last])),
+                ]
             }
         };
-        let gradients = sizes.into_iter().map(|bytes| Mutex::new(cutter.cut(bytes))).collect();
+        let gradients = sizes
+            .into_iter()
+            .map(|bytes| Mutex::new(cutter.cut(bytes)))
+            .collect();
         Tiers {
             device,
             ring,
@@ -131,7 +143,9 @@ impl Tiers {
             GradientSlot::Block(index) => index as usize,
             GradientSlot::Wide => 2,
         };
-        self.gradients[index].lock().unwrap_or_else(PoisonError::into_inner)
+        self.gradients[index]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The scratch store.
@@ -140,17 +154,43 @@ impl Tiers {
     }
 
     /// Starts the read of an extent into a slab.
-    pub fn read_extent(&self, key: ExtentKey, slab: Lease, reply: &Sender<Completion>) -> Result<()> {
-        let request = Request { key, direction: Direction::Read, slab, reply: reply.clone() };
-        self.stats.crossed(Hop::Read, self.extent_bytes(key));
-        self.scratch().submit(request)
+    pub fn read_extent(
+        &self,
+        key: ExtentKey,
+        slab: Lease,
+        reply: &Sender<Completion>,
+    ) -> Result<()> {
+        self.submit(Direction::Read, Hop::Read, key, slab, reply)
     }
 
     /// Starts the write of an extent from a slab.
-    pub fn write_extent(&self, key: ExtentKey, slab: Lease, reply: &Sender<Completion>) -> Result<()> {
-        let request = Request { key, direction: Direction::Write, slab, reply: reply.clone() };
-        self.stats.crossed(Hop::Write, self.extent_bytes(key));
-        self.scratch().submit(request)
+    pub fn write_extent(
+        &self,
+        key: ExtentKey,
+        slab: Lease,
+        reply: &Sender<Completion>,
+    ) -> Result<()> {
+        self.submit(Direction::Write, Hop::Write, key, slab, reply)
+    }
+
+    fn submit(
+        &self,
+        kind: Direction,
+        hop: Hop,
+        key: ExtentKey,
+        slab: Lease,
+        reply: &Sender<Completion>,
+    ) -> Result<()> {
+        let bytes = self.extent_bytes(key);
+        self.stats.crossed(hop, bytes);
+        let bytes = usize::try_from(bytes).expect("an extent fits");
+        self.scratch().submit(Request {
+            kind,
+            key,
+            bytes,
+            slab,
+            reply: reply.clone(),
+        })
     }
 
     /// Bytes of an extent, without padding.
@@ -201,7 +241,15 @@ impl Tiers {
                     None if asked == given => self.ring.take(),
                     None => break,
                 };
-                self.read_extent(ExtentKey { tile, section, extent: asked }, slab, reply)?;
+                self.read_extent(
+                    ExtentKey {
+                        tile,
+                        section,
+                        extent: asked,
+                    },
+                    slab,
+                    reply,
+                )?;
                 asked += 1;
             }
             let completion = done.recv().expect("this function holds a sender");
@@ -209,7 +257,11 @@ impl Tiers {
             early.push((completion.key.extent, completion.slab));
             while let Some(at) = early.iter().position(|(extent, _)| *extent == given) {
                 let (extent, slab) = early.swap_remove(at);
-                let key = ExtentKey { tile, section, extent };
+                let key = ExtentKey {
+                    tile,
+                    section,
+                    extent,
+                };
                 let bytes = usize::try_from(self.extent_bytes(key)).expect("an extent fits");
                 with(extent, &slab.as_slice::<u8>()[..bytes])?;
                 given += 1;
@@ -243,7 +295,8 @@ impl Tiers {
                 let (from, to) = (start.max(first), (start + row_bytes as u64).min(last));
                 if from < to {
                     let target = (from - start) as usize..(to - start) as usize;
-                    row[target].copy_from_slice(&bytes[(from - first) as usize..(to - first) as usize]);
+                    row[target]
+                        .copy_from_slice(&bytes[(from - first) as usize..(to - first) as usize]);
                 }
             }
             Ok(())
@@ -253,7 +306,7 @@ impl Tiers {
             Precision::Bf16 => Dtype::Bf16,
             Precision::Fp32 => Dtype::F32,
         };
-        self.device.copy_rows_in(dtype, &rows, out);
+        self.device.copy_converted_in(dtype, &rows, out);
         Ok(())
     }
 
@@ -261,7 +314,8 @@ impl Tiers {
     pub fn demote_gradient(&self, gradient: View, slot: GradientSlot) {
         let mut place = self.gradient(slot);
         let bytes = usize::try_from(gradient.bytes()).expect("a gradient fits its slot");
-        self.device.copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
+        self.device
+            .copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
         self.stats.crossed(Hop::Demote, gradient.bytes());
     }
 }

@@ -218,6 +218,17 @@ impl Device {
         dispatch!(self, sum(x))
     }
 
+    /// Rounds an f32 view to bf16 (nearest, ties to even) in place: the result is the front half of
+    /// its bytes. The one rounding of a finished gradient.
+    pub fn round_in_place(&self, x: View) {
+        dispatch!(self, round_in_place(x))
+    }
+
+    /// Copies little-endian numbers of format `dtype` from host to `out`, in out's format.
+    pub fn copy_converted_in(&self, dtype: Dtype, bytes: &[u8], out: View) {
+        dispatch!(self, copy_converted_in(dtype, bytes, out))
+    }
+
     /// The view's elements, as f32. For sampling and tests; never on a step's path.
     pub fn read_f32(&self, x: View) -> Vec<f32> {
         dispatch!(self, read_f32(x))

@@ -111,7 +111,8 @@ impl BlockTemplate {
         let w: &BlockWorkspace = &map.workspace;
         let base = used.workspace;
         let rows = |offset: u64, width: u64| View::new(base + offset, tokens * width, act);
-        let numbers = |offset: u64, width: u64| View::new(base + offset, tokens * width, Dtype::F32);
+        let numbers =
+            |offset: u64, width: u64| View::new(base + offset, tokens * width, Dtype::F32);
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         Activations {
             x: View::new(used.x, tokens * self.hidden, act),
@@ -156,9 +157,30 @@ impl BlockTemplate {
         let rope = self.rope_table(map);
 
         device.rmsnorm_forward(s.x, weight(&self.norm1), s.n1, s.inv1, self.eps);
-        device.linear_forward(s.n1, weight(&self.q), bias(&self.q_bias), s.q_raw, self.hidden, false);
-        device.linear_forward(s.n1, weight(&self.k), bias(&self.k_bias), s.k_raw, self.hidden, false);
-        device.linear_forward(s.n1, weight(&self.v), bias(&self.v_bias), s.v, self.hidden, false);
+        device.linear_forward(
+            s.n1,
+            weight(&self.q),
+            bias(&self.q_bias),
+            s.q_raw,
+            self.hidden,
+            false,
+        );
+        device.linear_forward(
+            s.n1,
+            weight(&self.k),
+            bias(&self.k_bias),
+            s.k_raw,
+            self.hidden,
+            false,
+        );
+        device.linear_forward(
+            s.n1,
+            weight(&self.v),
+            bias(&self.v_bias),
+            s.v,
+            self.hidden,
+            false,
+        );
         if let (Some(q_norm), Some(k_norm)) = (&self.q_norm, &self.k_norm) {
             device.rmsnorm_forward(s.q_raw, weight(q_norm), s.q, s.inv_q, self.eps);
             device.rmsnorm_forward(s.k_raw, weight(k_norm), s.k, s.inv_k, self.eps);
@@ -169,7 +191,14 @@ impl BlockTemplate {
 
         let attention_width = self.heads * self.head_dim;
         device.convert(s.x, s.x2);
-        device.linear_forward(s.o, weight(&self.o), bias(&self.o_bias), s.x2, attention_width, true);
+        device.linear_forward(
+            s.o,
+            weight(&self.o),
+            bias(&self.o_bias),
+            s.x2,
+            attention_width,
+            true,
+        );
         device.rmsnorm_forward(s.x2, weight(&self.norm2), s.n2, s.inv2, self.eps);
         device.linear_forward(s.n2, weight(&self.gate), None, s.g, self.hidden, false);
         device.linear_forward(s.n2, weight(&self.up), None, s.u, self.hidden, false);
@@ -198,7 +227,10 @@ impl BlockTemplate {
         let scratch: &BackwardScratch = &map.backward_scratch;
         let temporary = |offset: u64, count: u64| View::new(map.backward + offset, count, act);
         let dy = View::new(dy, s.x.count, act);
-        let (da, dn) = (temporary(scratch.da, s.a.count), temporary(scratch.dn, s.x.count));
+        let (da, dn) = (
+            temporary(scratch.da, s.a.count),
+            temporary(scratch.dn, s.x.count),
+        );
 
         // MLP: y = x2 + a·Wdᵀ.
         device.linear_backward_input(dy, weight(&self.down), da, self.inner, false);
@@ -220,7 +252,10 @@ impl BlockTemplate {
             device.bias_backward(dy, gradient(bias));
         }
         let dq = temporary(scratch.dq, s.q.count);
-        let (dk, dv) = (temporary(scratch.dk, s.k.count), temporary(scratch.dv, s.v.count));
+        let (dk, dv) = (
+            temporary(scratch.dk, s.k.count),
+            temporary(scratch.dv, s.v.count),
+        );
         let shape = self.attention_shape(&used);
         device.attention_backward(s.q, s.k, s.v, s.o, s.lse, d_o, dq, dk, dv, shape);
         let (rope, positions) = (self.rope_table(map), &used.micro.positions);

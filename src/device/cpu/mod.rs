@@ -15,6 +15,7 @@
 
 mod attention;
 mod gemm;
+mod gradients;
 mod loss;
 mod rows;
 mod simd;
