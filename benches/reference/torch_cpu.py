@@ -86,9 +86,9 @@ def matmul_rate():
 def measure(model, options, form, attention, checkpointing):
     model.set_attn_implementation(attention)
     if checkpointing == "on":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     else:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
     model.train()
     optimizer = adamw(model, form)
     generator = torch.Generator().manual_seed(1)
@@ -114,8 +114,17 @@ def measure(model, options, form, attention, checkpointing):
     return ids.numel(), losses, steps, updates
 
 
+def forget_peak():
+    """Starts the peak of resident memory anew, where /proc allows it."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pass
+
+
 def peak_resident_bytes():
-    """Of the process so far; 0 where /proc is not there."""
+    """Of the process since `forget_peak`, or since its start; 0 where /proc is not there."""
     try:
         lines = open("/proc/self/status").read().splitlines()
     except OSError:
@@ -140,6 +149,7 @@ def main():
         form = options.optimizer
     rate = matmul_rate()
     for attention, checkpointing in itertools.product(options.attention, options.checkpointing):
+        forget_peak()
         tokens, losses, steps, updates = measure(model, options, form, attention, checkpointing)
         median = statistics.median(steps)
         light = tokens * (6 * parameters + attention_flops) / rate
