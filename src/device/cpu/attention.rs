@@ -191,7 +191,7 @@ unsafe impl Sync for Shared {}
 impl Shared {
     /// # Safety
     /// No other reference to the range exists until this one ends.
-    unsafe fn part(&self, start: usize, count: usize) -> &mut [f32] {
+    unsafe fn part<'a>(self, start: usize, count: usize) -> &'a mut [f32] {
         assert!(start + count <= self.1);
         // SAFETY: in bounds as asserted; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.0.add(start), count) }

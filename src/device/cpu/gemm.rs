@@ -11,10 +11,17 @@ use rayon::prelude::*;
 
 use super::{CpuDevice, View, add_to, assert_apart};
 
-/// Rows of a panel of the output.
-const PANEL_ROWS: usize = 512;
-/// Columns of a panel of the output.
-const PANEL_COLUMNS: usize = 512;
+/// Most rows and columns of a panel of the output, but for rounding. Larger ones pack less often
+/// and leave less to share out: at 256 both cost a few percent.
+const PANEL_MAX: usize = 256;
+/// Panels are not halved below this.
+const PANEL_MIN: usize = 64;
+/// Panels that an output is cut into where its size allows.
+const PANELS_WANTED: usize = 8;
+/// Columns of a panel are whole AVX-512 kernels of the `gemm` crate, but for the last panel.
+const COLUMN_ALIGN: usize = 64;
+/// Rows of a panel are a multiple of this, but for the last panel.
+const ROW_ALIGN: usize = 8;
 
 /// A matrix to read: element (i, j) is at `at + i·row + j·column`.
 #[derive(Clone, Copy)]
@@ -131,13 +138,17 @@ unsafe fn multiply_panels(
     bias: Option<&[f32]>,
     accumulate: bool,
 ) {
-    let across = size.columns.div_ceil(PANEL_COLUMNS);
-    let panels = size.rows.div_ceil(PANEL_ROWS) * across;
+    if size.rows == 0 || size.columns == 0 {
+        return;
+    }
+    let (high, wide) = panel_shape(size.rows, size.columns);
+    let across = size.columns.div_ceil(wide);
+    let panels = size.rows.div_ceil(high) * across;
     (0..panels).into_par_iter().for_each(|panel| {
-        let (i, j) = (panel / across * PANEL_ROWS, panel % across * PANEL_COLUMNS);
+        let (i, j) = (panel / across * high, panel % across * wide);
         let part = Size {
-            rows: PANEL_ROWS.min(size.rows - i),
-            columns: PANEL_COLUMNS.min(size.columns - j),
+            rows: high.min(size.rows - i),
+            columns: wide.min(size.columns - j),
             inner: size.inner,
         };
         let at = out.from(i, j);
@@ -159,6 +170,24 @@ unsafe fn multiply_panels(
         // SAFETY: a part of what the caller promised; panels are disjoint.
         unsafe { multiply(part, a.from(i, 0), b.from(0, j), at, read) };
     });
+}
+
+/// Rows and columns of the panels that an output is cut into. Depends on its shape alone.
+fn panel_shape(rows: usize, columns: usize) -> (usize, usize) {
+    let even = |length: usize, max: usize, align: usize| {
+        length
+            .div_ceil(length.div_ceil(max))
+            .next_multiple_of(align)
+    };
+    let mut max = PANEL_MAX;
+    loop {
+        let (high, wide) = (even(rows, max, ROW_ALIGN), even(columns, max, COLUMN_ALIGN));
+        let panels = rows.div_ceil(high) * columns.div_ceil(wide);
+        if panels >= PANELS_WANTED || max / 2 < PANEL_MIN {
+            return (high, wide);
+        }
+        max /= 2;
+    }
 }
 
 /// Rows of a matrix of `count` elements and `columns` columns.
