@@ -6,7 +6,12 @@
 //!
 //! Nothing here reads a file, asks the machine or knows a device: `train` and the tools do.
 
+mod given;
+mod keys;
 pub mod parse;
+mod size;
+
+pub use parse::{Class, Difference, commented_template};
 
 use std::path::PathBuf;
 

@@ -1,0 +1,253 @@
+//! One value that a person gave for a key: read as what the key takes, or refused with the place,
+//! what is right, what was there and what to do.
+//!
+//! - Numbers are read from their text: an integer never goes through a float.
+//! - Every refusal names the key and the line, or `--set`.
+
+use std::path::PathBuf;
+
+use toml::de::{DeTable, DeValue};
+
+use super::Size;
+use super::keys::Key;
+use crate::error::{Error, Result, printable};
+
+/// What errors of this room call the thing they looked at.
+pub(super) const WHAT: &str = "run.toml";
+
+/// A value of a key, and where it stands.
+pub(super) struct Given<'a> {
+    pub(super) key: &'static Key,
+    /// `a.toml line 3, train.steps`, or `--set train.steps`.
+    pub(super) place: String,
+    pub(super) value: &'a DeValue<'a>,
+}
+
+impl Given<'_> {
+    /// The refusal of this value.
+    pub(super) fn refuse(&self, expected: impl Into<String>) -> Error {
+        let remedy = match self.key.default {
+            "" => "correct it".to_string(),
+            default => format!("correct it, or leave it out for the default {default}"),
+        };
+        self.refuse_with(expected, remedy)
+    }
+
+    fn refuse_with(&self, expected: impl Into<String>, remedy: impl Into<String>) -> Error {
+        Error::input(WHAT, &self.place, expected, shown(self.value), remedy)
+    }
+
+    pub(super) fn integer(&self, least: u64, most: u64) -> Result<u64> {
+        let value = match self.value {
+            DeValue::Integer(digits) => u64::from_str_radix(digits.as_str(), digits.radix()).ok(),
+            _ => None,
+        };
+        value
+            .filter(|value| (least..=most).contains(value))
+            .ok_or_else(|| self.refuse(format!("an integer from {least} to {most}")))
+    }
+
+    /// A finite float that `right` accepts; integers are read as floats.
+    pub(super) fn float(&self, right: impl Fn(f64) -> bool, expected: &str) -> Result<f64> {
+        float(self.value)
+            .filter(|value| value.is_finite() && right(*value))
+            .ok_or_else(|| self.refuse(expected))
+    }
+
+    pub(super) fn betas(&self) -> Result<[f64; 2]> {
+        let pair: Vec<f64> = match self.value {
+            DeValue::Array(values) => values.iter().filter_map(|v| float(v.get_ref())).collect(),
+            _ => Vec::new(),
+        };
+        let given = self.value.as_array().map_or(0, |values| values.len());
+        match pair[..] {
+            [a, b] if given == 2 && [a, b].iter().all(|beta| (0.0..1.0).contains(beta)) => {
+                Ok([a, b])
+            }
+            _ => Err(self.refuse("two numbers, each at least 0 and less than 1")),
+        }
+    }
+
+    pub(super) fn boolean(&self) -> Result<bool> {
+        match self.value {
+            DeValue::Boolean(value) => Ok(*value),
+            _ => Err(self.refuse("true or false")),
+        }
+    }
+
+    /// One of a list of names.
+    pub(super) fn choice<T: Copy>(&self, choices: &[(&str, T)]) -> Result<T> {
+        let given = self.value.as_str();
+        let found = choices.iter().find(|(name, _)| Some(*name) == given);
+        found.map(|(_, value)| *value).ok_or_else(|| {
+            let names: Vec<String> = choices
+                .iter()
+                .map(|(name, _)| format!("{name:?}"))
+                .collect();
+            self.refuse(names.join(", ").replacen("\"", "one of \"", 1))
+        })
+    }
+
+    pub(super) fn path(&self) -> Result<PathBuf> {
+        path(self.value).ok_or_else(|| self.refuse("a path in quotes"))
+    }
+
+    /// A path, or a list of paths.
+    pub(super) fn paths(&self) -> Result<Vec<PathBuf>> {
+        let paths = match self.value {
+            DeValue::Array(values) => values.iter().map(|v| path(v.get_ref())).collect(),
+            one => path(one).map(|path| vec![path]),
+        };
+        paths.ok_or_else(|| self.refuse("a path in quotes, or a list of them"))
+    }
+
+    pub(super) fn size(&self) -> Result<Size> {
+        self.size_of(self.value)
+    }
+
+    /// The size in `value`, which is this value or a part of it.
+    pub(super) fn size_of(&self, value: &DeValue<'_>) -> Result<Size> {
+        let refuse = |remedy: String| {
+            let expected = "a size with a unit in quotes, or \"auto\"";
+            Error::input(WHAT, &self.place, expected, shown(value), remedy)
+        };
+        match value {
+            DeValue::String(text) => match Size::read(text) {
+                Ok(size) => Ok(size),
+                Err(remedy) => Err(refuse(remedy)),
+            },
+            DeValue::Integer(digits) if digits.radix() == 10 => {
+                let digits = printable(digits.as_str());
+                Err(refuse(format!(
+                    "add a unit: \"{digits}GiB\" or \"{digits}B\""
+                )))
+            }
+            _ => Err(refuse("write it as \"24GiB\"".to_string())),
+        }
+    }
+
+    /// A path, or a list of paths and `{ path, size }`.
+    pub(super) fn store(&self) -> Result<Vec<super::StorePath>> {
+        let wrong = || self.refuse("a path in quotes, or a list of { path, size }");
+        let places: Vec<&DeValue<'_>> = match self.value {
+            DeValue::Array(values) => values.iter().map(|value| value.get_ref()).collect(),
+            one => vec![one],
+        };
+        let mut store: Vec<super::StorePath> = Vec::new();
+        for place in places {
+            let one = match place {
+                DeValue::Table(table) => self.store_table(table)?,
+                other => super::StorePath {
+                    path: path(other).ok_or_else(wrong)?,
+                    size: Size::Auto,
+                },
+            };
+            if store.iter().any(|known| known.path == one.path) {
+                let shown = printable(&one.path.to_string_lossy());
+                let remedy = "give each directory once, with the sum of its sizes";
+                let got = format!("\"{shown}\" twice");
+                return Err(Error::input(
+                    WHAT,
+                    &self.place,
+                    "distinct paths",
+                    got,
+                    remedy,
+                ));
+            }
+            store.push(one);
+        }
+        Ok(store)
+    }
+
+    fn store_table(&self, table: &DeTable<'_>) -> Result<super::StorePath> {
+        for name in table.keys() {
+            let name: &str = name.get_ref();
+            if !["path", "size"].contains(&name) {
+                return Err(unknown_key(
+                    &self.place,
+                    "an entry of memory.store",
+                    &["path", "size"],
+                    name,
+                ));
+            }
+        }
+        let given = table.get("path").and_then(|value| path(value.get_ref()));
+        let size = match table.get("size") {
+            Some(value) => self.size_of(value.get_ref())?,
+            None => Size::Auto,
+        };
+        match given {
+            Some(path) => Ok(super::StorePath { path, size }),
+            None => Err(self.refuse("a path in quotes, or a list of { path, size }")),
+        }
+    }
+}
+
+fn path(value: &DeValue<'_>) -> Option<PathBuf> {
+    let text = value.as_str()?;
+    (!text.is_empty() && !text.contains('\0')).then(|| PathBuf::from(text))
+}
+
+fn float(value: &DeValue<'_>) -> Option<f64> {
+    match value {
+        DeValue::Float(text) => text.as_str().parse().ok(),
+        DeValue::Integer(digits) if digits.radix() == 10 => digits.as_str().parse().ok(),
+        _ => None,
+    }
+}
+
+/// The refusal of a key that `table` does not have.
+pub(super) fn unknown_key(place: &str, table: &str, known: &[&str], got: &str) -> Error {
+    let nearest = known.iter().min_by_key(|name| distance(name, got));
+    let remedy = match nearest {
+        Some(nearest) => format!("did you mean {nearest}?"),
+        None => "remove it".to_string(),
+    };
+    let expected = format!("a key of {table} ({})", known.join(", "));
+    Error::input(WHAT, place, expected, printable(got), remedy)
+}
+
+/// Edits (insert, remove, replace a character) that make one text the other.
+pub(super) fn distance(a: &str, b: &str) -> usize {
+    // Longer foreign names are as far as their first characters: the work stays bounded.
+    let b: Vec<char> = b.chars().take(64).collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, from) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, to) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(from != *to);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// A value as errors show it.
+pub(super) fn shown(value: &DeValue<'_>) -> String {
+    match value {
+        DeValue::String(text) => format!("\"{}\"", printable(text)),
+        DeValue::Integer(digits) => {
+            let prefix = match digits.radix() {
+                2 => "0b",
+                8 => "0o",
+                16 => "0x",
+                _ => "",
+            };
+            format!("{prefix}{}", printable(digits.as_str()))
+        }
+        DeValue::Float(text) => printable(text.as_str()),
+        DeValue::Boolean(value) => value.to_string(),
+        DeValue::Datetime(value) => printable(&value.to_string()),
+        DeValue::Array(values) => {
+            let mut parts: Vec<String> =
+                values.iter().take(4).map(|v| shown(v.get_ref())).collect();
+            if values.len() > 4 {
+                parts.push("…".to_string());
+            }
+            printable(&format!("[{}]", parts.join(", ")))
+        }
+        DeValue::Table(_) => "a table".to_string(),
+    }
+}

@@ -1,0 +1,589 @@
+//! Goal: a person's run.toml is read as meant or refused with one line that says what to do.
+//! Method: each bad input with its exact message; the template against the defaults; random
+//! configurations written and read back.
+
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+use terrace::config::{
+    Class, DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, Size, StorePath, WeightInit,
+    commented_template,
+};
+use terrace::tile::{GradientDtype, Precision};
+
+const LEAST: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n[train]\nsteps = 10\n";
+
+fn least() -> RunConfig {
+    let mut config = RunConfig::default();
+    config.model.path = Some("m".into());
+    config.data.train = vec!["t.jsonl".into()];
+    config.train.steps = Some(10);
+    config
+}
+
+fn parse(text: &str, sets: &[&str]) -> Result<RunConfig, String> {
+    let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
+    RunConfig::parse(text, "a.toml", &sets).map_err(|error| {
+        assert_eq!(error.exit_code(), 2);
+        let line = error.to_string();
+        assert!(!line.contains('\n'), "{line}");
+        line
+    })
+}
+
+fn refused(text: &str, sets: &[&str]) -> String {
+    parse(text, sets).expect_err("a refusal")
+}
+
+#[test]
+fn defaults_then_file_then_sets() {
+    assert_eq!(parse(LEAST, &[]), Ok(least()));
+    let config = parse(
+        &format!("{LEAST}micro_batch = 3\nseed = 5\n"),
+        &[
+            "train.seed=6",
+            "train.seed=7",
+            "memory.host=24GiB",
+            "train.schedule=wsd",
+        ],
+    );
+    let mut expected = least();
+    expected.train.micro_batch = 3;
+    expected.train.seed = 7;
+    expected.memory.host = Size::Bytes(24 << 30);
+    expected.train.schedule = RateSchedule::Wsd;
+    assert_eq!(config, Ok(expected));
+}
+
+#[test]
+fn a_set_of_steps_takes_the_place_of_epochs() {
+    let epochs = LEAST.replace("steps = 10", "epochs = 2");
+    let config = parse(&epochs, &["train.steps=20"]).expect("a run");
+    assert_eq!((config.train.steps, config.train.epochs), (Some(20), None));
+    let config = parse(LEAST, &["train.epochs=3"]).expect("a run");
+    assert_eq!((config.train.steps, config.train.epochs), (None, Some(3)));
+}
+
+#[test]
+fn every_form_of_a_value_is_read() {
+    let config = parse(
+        "[model]\npath = 'm'\nprecision = \"fp32\"\ninit = \"random\"\n\
+         [data]\ntrain = [\"a\", \"b\"]\neval = \"c\"\nformat = \"tokens\"\nseq_len = 0x10\n\
+         [train]\nsteps = 1_000\nbetas = [0, 0.95]\nlearning_rate = 1_0e-3\n\
+         [memory]\nstore = [\"s\", { path = \"r\", size = \"1.5TB\" }]\nio_engine = \"io_uring\"\n",
+        &[],
+    )
+    .expect("a run");
+    let mut expected = least();
+    expected.model.precision = Precision::Fp32;
+    expected.model.init = WeightInit::Random;
+    expected.data.train = vec!["a".into(), "b".into()];
+    expected.data.eval = vec!["c".into()];
+    expected.data.format = DataFormat::Tokens;
+    expected.data.seq_len = 16;
+    expected.train.steps = Some(1000);
+    expected.train.betas = [0.0, 0.95];
+    expected.train.learning_rate = 0.01;
+    // fp32 carries its gradients in f32 without being told.
+    expected.train.gradient_dtype = GradientDtype::F32;
+    expected.memory.store = vec![
+        StorePath {
+            path: "s".into(),
+            size: Size::Auto,
+        },
+        StorePath {
+            path: "r".into(),
+            size: Size::Bytes(1_500_000_000_000),
+        },
+    ];
+    expected.memory.io_engine = Some(IoEngine::Uring);
+    assert_eq!(config, expected);
+    for (set, path) in [("/nvme/a b", "/nvme/a b"), ("\"x\"", "x")] {
+        let config = parse(LEAST, &[&format!("memory.store={set}")]).expect("a run");
+        assert_eq!(config.memory.store[0].path, PathBuf::from(path));
+    }
+    let tables = format!("{LEAST}[[memory.store]]\npath = \"x\"\n[[memory.store]]\npath = \"y\"\n");
+    assert_eq!(parse(&tables, &[]).expect("a run").memory.store.len(), 2);
+}
+
+#[test]
+fn each_bad_line_is_refused_by_name() {
+    let size = "expected a size with a unit in quotes, or \"auto\", got";
+    let cases: &[(&str, &str, String)] = &[
+        ("train", "steps = 0", "an integer from 1 to 1000000000000, got 0; correct it".into()),
+        ("train", "epochs = -1", "an integer from 1 to 1000000000000, got -1; correct it".into()),
+        ("train", "micro_batch = 0", integer(1, 65536, "0", "1")),
+        ("train", "micro_batch = 65537", integer(1, 65536, "65537", "1")),
+        ("train", "micro_batch = 2.0", integer(1, 65536, "2.0", "1")),
+        ("train", "micro_batch = \"2\"", integer(1, 65536, "\"2\"", "1")),
+        ("train", "micro_batches = 0", integer(1, 65536, "0", "1")),
+        ("train", "seed = -1", integer(0, i64::MAX as u64, "-1", "0")),
+        ("train", "seed = 99999999999999999999", integer(0, i64::MAX as u64, "99999999999999999999", "0")),
+        ("train", "warmup_steps = -5", integer(0, 1_000_000_000_000, "-5", "0")),
+        ("train", "eval_every = true", integer(0, 1_000_000_000_000, "true", "0")),
+        ("train", "learning_rate = -1e-3", number("finite number of at least 0", "-1e-3", "1e-5")),
+        ("train", "learning_rate = nan", number("finite number of at least 0", "nan", "1e-5")),
+        ("train", "learning_rate = inf", number("finite number of at least 0", "inf", "1e-5")),
+        ("train", "learning_rate = \"1e-5\"", number("finite number of at least 0", "\"1e-5\"", "1e-5")),
+        ("train", "min_learning_rate = -1", number("finite number of at least 0", "-1", "0.0")),
+        ("train", "weight_decay = -0.1", number("finite number of at least 0", "-0.1", "0.01")),
+        ("train", "max_grad_norm = inf", number("finite number of at least 0", "inf", "1.0")),
+        ("train", "eps = 0", number("number above 0 in f32", "0", "1e-8")),
+        ("train", "eps = 1e-60", number("number above 0 in f32", "1e-60", "1e-8")),
+        ("train", "betas = [0.9, 1.0]", betas("[0.9, 1.0]")),
+        ("train", "betas = [0.9]", betas("[0.9]")),
+        ("train", "betas = [0.9, \"x\", 0.5]", betas("[0.9, \"x\", 0.5]")),
+        ("train", "betas = 0.9", betas("0.9")),
+        ("train", "schedule = \"cosin\"", "one of \"constant\", \"linear\", \"cosine\", \"wsd\", got \"cosin\"; correct it, or leave it out for the default \"cosine\"".into()),
+        ("train", "gradient_dtype = \"fp16\"", "one of \"bf16\", \"f32\", got \"fp16\"; correct it, or leave it out for the default \"bf16\"".into()),
+        ("model", "precision = \"fp16\"", "one of \"bf16\", \"fp32\", got \"fp16\"; correct it, or leave it out for the default \"bf16\"".into()),
+        ("model", "init = 1", "one of \"pretrained\", \"random\", got 1; correct it, or leave it out for the default \"pretrained\"".into()),
+        ("model", "path = \"\"", "a path in quotes, got \"\"; correct it".into()),
+        ("data", "format = \"csv\"", "one of \"auto\", \"messages\", \"sharegpt\", \"alpaca\", \"prompt\", \"text\", \"tokens\", got \"csv\"; correct it, or leave it out for the default \"auto\"".into()),
+        ("data", "seq_len = 1", integer(2, 1 << 20, "1", "1024")),
+        ("data", "seq_len = 1048577", integer(2, 1 << 20, "1048577", "1024")),
+        ("data", "packing = 1", "true or false, got 1; correct it, or leave it out for the default true".into()),
+        ("data", "train = [1]", "a path in quotes, or a list of them, got [1]; correct it".into()),
+        ("memory", "buffers = 9", integer(1, 8, "9", "2")),
+        ("memory", "slabs = 3", integer(4, 256, "3", "16")),
+        ("memory", "recompute = \"some\"", "one of \"auto\", \"all\", \"none\", got \"some\"; correct it, or leave it out for the default \"auto\"".into()),
+        ("memory", "io_engine = \"aio\"", "one of \"auto\", \"io_uring\", \"pread\", got \"aio\"; correct it, or leave it out for the default \"auto\"".into()),
+        ("memory", "host = 24", format!("{} 24; add a unit: \"24GiB\" or \"24B\"", &size[9..])),
+        ("memory", "host = \"24\"", format!("{} \"24\"; add a unit: \"24GiB\" or \"24B\"", &size[9..])),
+        ("memory", "host = \"24G\"", format!("{} \"24G\"; use one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB", &size[9..])),
+        ("memory", "host = \"-1GB\"", format!("{} \"-1GB\"; write it as \"24GiB\"", &size[9..])),
+        ("memory", "host = \"1.2.3GB\"", format!("{} \"1.2.3GB\"; write it as \"24GiB\"", &size[9..])),
+        ("memory", "host = 1.5", format!("{} 1.5; write it as \"24GiB\"", &size[9..])),
+        ("memory", "host = \"0GiB\"", format!("{} \"0GiB\"; give at least one byte, or leave it out", &size[9..])),
+        ("memory", "device = \"16384PiB\"", format!("{} \"16384PiB\"; use at most 16383PiB", &size[9..])),
+        ("memory", "device = \"99999999999999999999PB\"", format!("{} \"99999999999999999999PB\"; use at most 16383PiB", &size[9..])),
+        ("memory", "device = \"1.0000000000000000000GB\"", format!("{} \"1.0000000000000000000GB\"; use fewer digits", &size[9..])),
+        ("memory", "store = 5", store("5")),
+        ("memory", "store = [{ size = \"1GB\" }]", store("[a table]")),
+        ("memory", "store = [{ path = \"x\", size = 5 }]", format!("{} 5; add a unit: \"5GiB\" or \"5B\"", &size[9..])),
+        ("memory", "store = [{ path = \"x\", sise = \"1GB\" }]", "a key of an entry of memory.store (path, size), got sise; did you mean size?".into()),
+        ("memory", "store = [\"x\", \"x\"]", "distinct paths, got \"x\" twice; give each directory once, with the sum of its sizes".into()),
+        ("checkpoint", "keep = 0", integer(1, 1000, "0", "2")),
+        ("checkpoint", "every = -1", integer(0, 1_000_000_000_000, "-1", "100")),
+        ("checkpoint", "dir = 1", "a path in quotes, got 1; correct it".into()),
+        ("log", "dir = 1", "a path in quotes, got 1; correct it, or leave it out for the default \"runs/terrace\"".into()),
+    ];
+    for (table, bad, message) in cases {
+        let key = bad.split(' ').next().expect("a key");
+        let expected = format!("run.toml: a.toml line 2, {table}.{key}: expected {message}");
+        assert_eq!(refused(&format!("[{table}]\n{bad}\n"), &[]), expected);
+    }
+}
+
+fn integer(least: u64, most: u64, got: &str, default: &str) -> String {
+    format!(
+        "an integer from {least} to {most}, got {got}; correct it, or leave it out for the \
+         default {default}"
+    )
+}
+
+fn number(expected: &str, got: &str, default: &str) -> String {
+    format!("a {expected}, got {got}; correct it, or leave it out for the default {default}")
+}
+
+fn betas(got: &str) -> String {
+    format!(
+        "two numbers, each at least 0 and less than 1, got {got}; correct it, or leave it out \
+         for the default [0.9, 0.999]"
+    )
+}
+
+fn store(got: &str) -> String {
+    format!(
+        "a path in quotes, or a list of {{ path, size }}, got {got}; correct it, or leave it out \
+         for the default []"
+    )
+}
+
+#[test]
+fn unknown_keys_and_tables_name_the_nearest() {
+    let cases = [
+        (
+            "[train]\nstep = 4\n",
+            "a.toml line 2: expected a key of [train] (steps, epochs, micro_batch, micro_batches, \
+             learning_rate, schedule, warmup_steps, min_learning_rate, betas, eps, weight_decay, \
+             max_grad_norm, gradient_dtype, eval_every, seed), got step; did you mean steps?",
+        ),
+        (
+            "[log]\ndirectory = \"x\"\n",
+            "a.toml line 2: expected a key of [log] (dir), got directory; did you mean dir?",
+        ),
+        (
+            "[log]\n\nseed = 1\n",
+            "a.toml line 3: expected a key of [log] (dir), got seed; write it under [train]",
+        ),
+        (
+            "steps = 4\n",
+            "a.toml line 1: expected a table (model, data, train, memory, checkpoint, log), got \
+             steps; write it under [train]",
+        ),
+        (
+            "[memmory]\n",
+            "a.toml line 1: expected a table (model, data, train, memory, checkpoint, log), got \
+             memmory; did you mean [memory]?",
+        ),
+        (
+            "log = 3\n",
+            "a.toml line 1: expected a table [log], got 3; write its keys under [log]",
+        ),
+        // The first fault of the file, whatever the order of names.
+        (
+            "[train]\nzz = 1\n[checkpoint]\naa = 1\n",
+            "a.toml line 2: expected a key of [train] (steps, epochs, micro_batch, micro_batches, \
+             learning_rate, schedule, warmup_steps, min_learning_rate, betas, eps, weight_decay, \
+             max_grad_norm, gradient_dtype, eval_every, seed), got zz; did you mean eps?",
+        ),
+    ];
+    for (text, message) in cases {
+        assert_eq!(refused(text, &[]), format!("run.toml: {message}"));
+    }
+}
+
+#[test]
+fn text_that_is_no_toml_names_its_line() {
+    for (text, at) in [
+        ("[train\n", 1),
+        ("[log]\ndir = \n", 2),
+        ("[log]\ndir = \"a\"\ndir = \"b\"\n", 3),
+    ] {
+        let message = refused(text, &[]);
+        let start = format!("run.toml: a.toml line {at}: expected TOML, got ");
+        assert!(message.starts_with(&start), "{message}");
+        assert!(message.ends_with("; correct the line"), "{message}");
+    }
+}
+
+#[test]
+fn bad_sets_name_themselves() {
+    let cases = [
+        (
+            "train.steps",
+            "--set: expected table.key=value, got train.steps; write it as train.steps=20",
+        ),
+        (
+            "steps=5",
+            "--set: expected table.key=value, got steps=5; write it as train.steps=20",
+        ),
+        (
+            "train.steps=0",
+            "--set train.steps: expected an integer from 1 to 1000000000000, got 0; correct it",
+        ),
+        (
+            "log.dri=x",
+            "--set log.dri: expected a key of [log] (dir), got dri; did you mean dir?",
+        ),
+        (
+            "lag.dir=x",
+            "--set lag.dir: expected a table (model, data, train, memory, checkpoint, log), got \
+             lag; did you mean [log]?",
+        ),
+        (
+            "memory.host=24",
+            "--set memory.host: expected a size with a unit in quotes, or \"auto\", got 24; add a \
+             unit: \"24GiB\" or \"24B\"",
+        ),
+        (
+            "train.seed=1\nkeep = 2",
+            "--set train.seed: expected an integer from 0 to 9223372036854775807, got \
+             \"1\\u{a}keep = 2\"; correct it, or leave it out for the default 0",
+        ),
+    ];
+    for (set, message) in cases {
+        assert_eq!(refused(LEAST, &[set]), format!("run.toml: {message}"));
+    }
+}
+
+#[test]
+fn keys_that_do_not_go_together_are_refused() {
+    let both = format!("{LEAST}epochs = 1\n");
+    let none = LEAST.replace("steps = 10", "");
+    let no_model = LEAST.replace("path = \"m\"", "");
+    let no_data = LEAST.replace("train = \"t.jsonl\"", "train = []");
+    let cases: [(&str, &[&str], &str); 9] = [
+        (
+            &both,
+            &[],
+            "a.toml: expected train.steps or train.epochs, got both; remove one of them",
+        ),
+        (
+            &none,
+            &[],
+            "a.toml, train.steps: expected train.steps or train.epochs, got nothing; add epochs = 1 under [train]",
+        ),
+        (
+            &no_model,
+            &[],
+            "a.toml, model.path: expected the directory of a model, got nothing; add path = \"…\" under [model]",
+        ),
+        (
+            &no_data,
+            &[],
+            "a.toml, data.train: expected at least one training file, got nothing; add train = \"…\" under [data]",
+        ),
+        (
+            LEAST,
+            &["train.warmup_steps=11"],
+            "a.toml, train.warmup_steps: expected at most train.steps (10), got 11; lower it, or train for more steps",
+        ),
+        (
+            LEAST,
+            &["train.min_learning_rate=1e-4"],
+            "a.toml, train.min_learning_rate: expected at most train.learning_rate (1e-5), got 0.0001; lower it",
+        ),
+        (
+            LEAST,
+            &["model.precision=fp32", "train.gradient_dtype=bf16"],
+            "a.toml, train.gradient_dtype: expected \"f32\" under model.precision \"fp32\", got \"bf16\"; leave it out, or use precision \"bf16\"",
+        ),
+        (
+            LEAST,
+            &["train.eval_every=5"],
+            "a.toml, train.eval_every: expected 0 without data.eval, got 5; name files in data.eval",
+        ),
+        (
+            "",
+            &[],
+            "a.toml, train.steps: expected train.steps or train.epochs, got nothing; add epochs = 1 under [train]",
+        ),
+    ];
+    for (text, sets, message) in cases {
+        assert_eq!(refused(text, sets), format!("run.toml: {message}"));
+    }
+    let sets = ["train.steps=5".to_string()];
+    let quickstart = RunConfig::parse_quickstart("", "quickstart", &sets).expect("no model needed");
+    assert_eq!(quickstart.model.path, None);
+}
+
+#[test]
+fn the_template_is_the_defaults() {
+    let template = commented_template();
+    let mut expected = RunConfig::default();
+    expected.model.path = Some("path/to/model".into());
+    expected.data.train = vec!["data/train.jsonl".into()];
+    expected.train.steps = Some(1000);
+    assert_eq!(parse(&template, &[]), Ok(expected.clone()));
+    // What is a comment for want of a default is right when its mark is taken away.
+    let all = template
+        .replace("# epochs = 1", "")
+        .replace("# dir = ", "dir = ");
+    expected.checkpoint.dir = Some("runs/terrace/checkpoint".into());
+    assert_eq!(parse(&all, &[]), Ok(expected));
+    assert!(template.contains("\n# epochs = 1\n"));
+    assert!(template.lines().all(|line| line.len() <= 100), "{template}");
+}
+
+#[test]
+fn sizes_are_exact() {
+    let bytes = |text| match Size::parse(text, "x") {
+        Ok(Size::Bytes(bytes)) => bytes,
+        other => panic!("{text}: {other:?}"),
+    };
+    assert_eq!(bytes("24GiB"), 24 << 30);
+    assert_eq!(bytes("24 GB"), 24_000_000_000);
+    assert_eq!(bytes("512MiB"), 512 << 20);
+    assert_eq!(bytes("1.5TB"), 1_500_000_000_000);
+    assert_eq!(bytes("0.5KiB"), 512);
+    assert_eq!(bytes("18446744073709551615B"), u64::MAX);
+    assert_eq!(bytes("9007199254740993B"), 9_007_199_254_740_993);
+    assert_eq!(bytes("4kB"), bytes("4KB"));
+    assert_eq!(Size::parse(" auto ", "x").ok(), Some(Size::Auto));
+    for bad in [
+        "18446744073709551616B",
+        "",
+        "GiB",
+        ".5GiB",
+        "5.GiB",
+        "1e3GB",
+        "1 G B",
+        "0.1B",
+    ] {
+        let error = Size::parse(bad, "--host-memory").expect_err(bad);
+        assert!(
+            error
+                .to_string()
+                .starts_with("size: --host-memory: expected a size")
+        );
+    }
+}
+
+#[test]
+fn a_resumed_run_may_change_only_what_leaves_it_the_same_run() {
+    let old = least();
+    let classes = |sets: &[&str]| -> Vec<(String, Class)> {
+        let new = parse(LEAST, sets).expect("a run");
+        let differences = new.resume_differences(&old);
+        let same = differences.iter().all(|d| d.class != Class::Forbidden);
+        assert_eq!(
+            new.identity_hash() == old.identity_hash(),
+            same,
+            "{differences:?}"
+        );
+        differences.into_iter().map(|d| (d.key, d.class)).collect()
+    };
+    assert_eq!(classes(&[]), []);
+    for (class, sets) in [
+        (
+            Class::Free,
+            vec![
+                "train.steps=99",
+                "checkpoint.every=7",
+                "checkpoint.keep=9",
+                "checkpoint.dir=c",
+                "log.dir=x",
+                "memory.host=1GiB",
+                "memory.device=1GiB",
+                "memory.store=/s",
+                "memory.buffers=3",
+                "memory.slabs=8",
+                "memory.recompute=all",
+                "memory.io_engine=pread",
+            ],
+        ),
+        (
+            Class::Logged,
+            vec![
+                "train.learning_rate=0.5",
+                "train.schedule=linear",
+                "train.warmup_steps=3",
+                "train.min_learning_rate=1e-9",
+            ],
+        ),
+        (
+            Class::Forbidden,
+            vec![
+                "model.path=n",
+                "model.init=random",
+                "data.train=u",
+                "data.seq_len=64",
+                "data.packing=false",
+                "data.shuffle=false",
+                "data.format=text",
+                "data.truncate=true",
+                "train.seed=1",
+                "train.micro_batch=2",
+                "train.micro_batches=2",
+                "train.gradient_dtype=f32",
+            ],
+        ),
+    ] {
+        for set in sets {
+            let key = set.split('=').next().expect("a key").to_string();
+            assert_eq!(classes(&[set]), [(key, class)]);
+        }
+    }
+    let precision = classes(&["model.precision=fp32"]);
+    assert_eq!(
+        precision[0],
+        ("model.precision".to_string(), Class::Forbidden)
+    );
+    let new = parse(LEAST, &["train.epochs=2"]).expect("a run");
+    let shown: Vec<String> = new
+        .resume_differences(&old)
+        .iter()
+        .map(|d| format!("{} {} {}", d.key, d.old, d.new))
+        .collect();
+    assert_eq!(shown, ["train.steps 10 unset", "train.epochs unset 2"]);
+}
+
+fn size() -> impl Strategy<Value = Size> {
+    prop_oneof![
+        Just(Size::Auto),
+        (1u64..).prop_map(Size::Bytes),
+        (1u64..4096, 0u32..52).prop_map(|(n, shift)| Size::Bytes(n << shift)),
+    ]
+}
+
+fn path() -> impl Strategy<Value = PathBuf> {
+    "[^\0]{1,12}".prop_map(PathBuf::from)
+}
+
+fn positive() -> impl Strategy<Value = f64> {
+    prop_oneof![
+        Just(0.0),
+        0.0..10.0f64,
+        (-300f64..300.0).prop_map(|e| 10f64.powf(e))
+    ]
+}
+
+prop_compose! {
+    fn run()(
+        names in (path(), path(), path(), proptest::option::of(path())),
+        lists in (
+            proptest::collection::vec(path(), 1..4),
+            proptest::collection::vec(path(), 1..4),
+            proptest::collection::btree_set(path(), 0..4),
+        ),
+        sizes in (size(), size(), size()),
+        counts in (2u64..=1 << 20, 1u64..=65536, 1u64..=65536, 0u64..=1000, 1u64..=1000),
+        more in (0u64..=i64::MAX as u64, 1u64..=8, 4u64..=256, 0u64..1_000_000, any::<[bool; 5]>()),
+        floats in (positive(), positive(), positive(), 0.0..1.0f64, 0.0..1.0f64, 1e-30..1.0f64),
+        kinds in (0usize..7, 0usize..4, 0usize..3, 0usize..3),
+    ) -> RunConfig {
+        let mut config = RunConfig::default();
+        let [packing, shuffle, truncate, epochs, fp32] = more.4;
+        config.model.path = Some(names.0);
+        config.data.train = lists.0;
+        config.data.eval = lists.1;
+        (config.data.packing, config.data.shuffle) = (packing, shuffle);
+        config.data.truncate = truncate;
+        config.data.seq_len = counts.0;
+        config.data.format = [
+            DataFormat::Auto, DataFormat::Messages, DataFormat::Sharegpt, DataFormat::Alpaca,
+            DataFormat::Prompt, DataFormat::Text, DataFormat::Tokens,
+        ][kinds.0];
+        if fp32 {
+            config.model.precision = Precision::Fp32;
+            config.train.gradient_dtype = GradientDtype::F32;
+            config.model.init = WeightInit::Random;
+        } else if truncate {
+            config.train.gradient_dtype = GradientDtype::F32;
+        }
+        let train = &mut config.train;
+        let count = Some(counts.3 + more.3 + 1);
+        (train.steps, train.epochs) = if epochs { (None, count) } else { (count, None) };
+        (train.micro_batch, train.micro_batches) = (counts.1, counts.2);
+        train.warmup_steps = counts.3;
+        train.learning_rate = floats.0;
+        train.min_learning_rate = floats.0 * floats.3;
+        (train.weight_decay, train.max_grad_norm) = (floats.1, floats.2);
+        (train.betas, train.eps) = ([floats.3, floats.4], floats.5);
+        train.schedule = [
+            RateSchedule::Constant, RateSchedule::Linear, RateSchedule::Cosine, RateSchedule::Wsd,
+        ][kinds.1];
+        (train.eval_every, train.seed) = (more.3, more.0);
+        let memory = &mut config.memory;
+        (memory.device, memory.host) = (sizes.0, sizes.1);
+        memory.store = lists.2.into_iter().map(|path| StorePath { path, size: sizes.2 }).collect();
+        (memory.buffers, memory.slabs) = (more.1, more.2);
+        memory.recompute = [Recompute::Auto, Recompute::All, Recompute::None][kinds.2];
+        memory.io_engine = [None, Some(IoEngine::Uring), Some(IoEngine::Pread)][kinds.3];
+        config.checkpoint.dir = names.3;
+        (config.checkpoint.every, config.checkpoint.keep) = (more.3, counts.4);
+        config.log.dir = names.1;
+        config
+    }
+}
+
+proptest! {
+    #[test]
+    fn what_is_written_reads_back_as_the_same(config in run()) {
+        let text = config.to_toml();
+        let again = parse(&text, &[]);
+        prop_assert_eq!(again.as_ref(), Ok(&config), "{}", text);
+        prop_assert_eq!(again.expect("checked").identity_hash(), config.identity_hash());
+    }
+
+    #[test]
+    fn any_text_is_read_or_refused(text in "[a-z\\[\\]={}.\", \n0-9#]{0,80}", set in ".{0,40}") {
+        let known = format!("[train]\n{text}");
+        for text in [&text, &known] {
+            RunConfig::parse(text, "a.toml", &[]).err();
+            RunConfig::parse(LEAST, "a.toml", &[set.clone(), format!("train.{set}")]).err();
+        }
+    }
+}
