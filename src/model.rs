@@ -92,20 +92,20 @@ impl Rope {
                 high_freq_factor,
                 original_max_positions,
             } => {
+                // In f32 and with reciprocals, as torch computes it: only powf may differ, by an ulp.
                 let original = original_max_positions as f64;
-                let low_wavelength = original / low_freq_factor;
-                let high_wavelength = original / high_freq_factor;
+                let (low, high) = (low_freq_factor as f32, high_freq_factor - low_freq_factor);
+                let low_wavelength = (original / low_freq_factor) as f32;
+                let high_wavelength = (original / high_freq_factor) as f32;
                 let scaled = base.iter().map(|&frequency| {
-                    let wavelength = (2.0 * std::f32::consts::PI / frequency) as f64;
+                    let wavelength = frequency.recip() * std::f32::consts::TAU;
                     if wavelength < high_wavelength {
                         frequency
                     } else if wavelength > low_wavelength {
                         frequency / factor as f32
                     } else {
-                        let smooth = (original / wavelength - low_freq_factor)
-                            / (high_freq_factor - low_freq_factor);
-                        ((1.0 - smooth) as f32) * frequency / factor as f32
-                            + smooth as f32 * frequency
+                        let smooth = (wavelength.recip() * original as f32 - low) / high as f32;
+                        (1.0 - smooth) * frequency / factor as f32 + smooth * frequency
                     }
                 });
                 (scaled.collect(), 1.0)
@@ -135,9 +135,11 @@ impl Rope {
                     high += 0.001;
                 }
                 let scaled = base.iter().enumerate().map(|(i, &frequency)| {
-                    let ramp = (((i as f64 - low) / (high - low)) as f32).clamp(0.0, 1.0);
-                    let kept = 1.0 - ramp;
-                    frequency / factor as f32 * (1.0 - kept) + frequency * kept
+                    let ramp = (i as f32 - low as f32) / (high - low) as f32;
+                    let kept = 1.0 - ramp.clamp(0.0, 1.0);
+                    let position = theta.powf((2 * i) as f32 / head_dim as f32);
+                    let divided = (factor as f32 * position).recip();
+                    divided * (1.0 - kept) + frequency * kept
                 });
                 (scaled.collect(), attention_factor as f32)
             }

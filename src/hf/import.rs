@@ -365,7 +365,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafetensorsFile>, BTreeMap<String, usi
 /// A shard is a file beside the index: no path, nothing that another system reads as one.
 fn check_shard_name(name: &str) -> Result<(), &'static str> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    if !name.chars().all(plain) || name.starts_with('.') || name.len() > 255 {
+    if !name.chars().all(plain) || name.starts_with('.') || !(1..=255).contains(&name.len()) {
         return Err("a file name of letters, digits, '-', '_' and '.', without a path");
     }
     if !name.ends_with(".safetensors") {
