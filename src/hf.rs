@@ -22,7 +22,7 @@ use crate::error::{Error, Result, printable};
 use crate::model::ModelSpec;
 use crate::model::parse::parse_json;
 
-pub use export::{ExportDtype, ExportOptions, ExportReport, export};
+pub use export::{ExportDtype, ExportOptions, ExportReport, ReadMasters, export};
 pub use import::WeightSource;
 
 /// Most bytes of a config.json.

@@ -106,9 +106,12 @@ const COPIED: [&str; 15] = [
 const COPIED_BYTES_MAX: u64 = 256 << 20;
 const SHARDS_MAX: usize = 99_999;
 
+/// Gives the fp32 masters of a range of a tile's elements.
+pub type ReadMasters<'a> = dyn FnMut(&TileLayout, Range<u64>, &mut [f32]) -> Result<()> + 'a;
+
 /// Exports a model. `original_config` is the JSON that the spec was read from; `source_dir`, the
 /// directory from which tokenizer, chat template, generation_config.json and licence are copied;
-/// `read` gives fp32 masters of a range of a tile's elements.
+/// `read` is called once for each extent, in layer order.
 ///
 /// # Errors
 /// [`Error::Input`] for a target that is there or cannot be; those of `read`; [`Error::Io`]. The
@@ -118,7 +121,7 @@ pub fn export(
     spec: &ModelSpec,
     original_config: Option<&Value>,
     source_dir: Option<&Path>,
-    read: &mut dyn FnMut(&TileLayout, Range<u64>, &mut [f32]) -> Result<()>,
+    read: &mut ReadMasters,
 ) -> Result<ExportReport> {
     let target = Target::check(options, source_dir)?;
     let layouts = spec.tile_layouts();

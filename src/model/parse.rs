@@ -1,4 +1,4 @@
-//! config.json to [`ModelSpec`] and back.
+//! config.json to [`ModelSpec`]; back again is `write`.
 //!
 //! - Defaults are those of transformers 5.24's configuration classes, family by family; the five
 //!   dimensions that make a model (`hidden_size`, `intermediate_size`, `num_hidden_layers`,
@@ -11,13 +11,17 @@
 //!
 //! Files are read by `hf`.
 
-use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Value, json};
-use std::fmt;
+mod json;
+mod write;
+
 use std::ops::RangeInclusive;
+
+use serde_json::{Map, Value};
 
 use super::{Family, ModelSpec, Rope, RopeScaling};
 use crate::error::{Error, Result, printable};
+
+pub(crate) use json::{UniqueValue, parse_json};
 
 /// Most parameters that a model may have.
 pub const PARAMETERS_MAX: u64 = 1 << 43;
@@ -109,150 +113,6 @@ impl ModelSpec {
         check_total(&spec, place)?;
         Ok(spec)
     }
-
-    /// config.json of this model: the original's keys, where there is one, with this model's values
-    /// in both spellings. `dtype` is `bfloat16` or `float32`.
-    pub fn to_config_json(&self, original: Option<&Value>, dtype: &str) -> Value {
-        let mut object = original
-            .and_then(Value::as_object)
-            .cloned()
-            .unwrap_or_default();
-        let (_, model_type, architecture) = FAMILIES
-            .into_iter()
-            .find(|(family, ..)| *family == self.family)
-            .expect("FAMILIES has every family");
-        let mut set = |key: &str, value: Value| {
-            object.insert(key.to_string(), value);
-        };
-        set("architectures", json!([architecture]));
-        set("model_type", json!(model_type));
-        set("vocab_size", json!(self.vocab_size));
-        set("hidden_size", json!(self.hidden));
-        set("intermediate_size", json!(self.intermediate));
-        set("num_hidden_layers", json!(self.blocks));
-        set("num_attention_heads", json!(self.heads));
-        set("num_key_value_heads", json!(self.kv_heads));
-        set("head_dim", json!(self.head_dim));
-        set("hidden_act", json!("silu"));
-        set("rms_norm_eps", json!(shortest(self.rms_eps)));
-        set("initializer_range", json!(shortest(self.initializer_range)));
-        set("max_position_embeddings", json!(self.max_positions));
-        set("tie_word_embeddings", json!(self.tied));
-        if matches!(self.family, Family::Llama | Family::Qwen3) {
-            set("attention_bias", json!(self.output_bias));
-        }
-        if self.family == Family::Llama {
-            set("mlp_bias", json!(false));
-        }
-        set("bos_token_id", json!(self.bos_token_id));
-        set(
-            "eos_token_id",
-            match self.eos_token_ids.as_slice() {
-                [] => Value::Null,
-                [one] => json!(one),
-                several => json!(several),
-            },
-        );
-        set("torch_dtype", json!(dtype));
-        set("dtype", json!(dtype));
-        self.set_windows(&mut object);
-        self.set_rope(&mut object);
-        Value::Object(object)
-    }
-
-    fn set_windows(&self, object: &mut Map<String, Value>) {
-        let window = self.windows.iter().flatten().next().copied();
-        match self.family {
-            Family::Llama => {}
-            Family::Mistral => {
-                object.insert("sliding_window".to_string(), json!(window));
-            }
-            Family::Qwen2 | Family::Qwen3 => {
-                let types: Vec<&str> = self
-                    .windows
-                    .iter()
-                    .map(|window| match window {
-                        Some(_) => "sliding_attention",
-                        None => "full_attention",
-                    })
-                    .collect();
-                object.insert("layer_types".to_string(), json!(types));
-                object.insert("use_sliding_window".to_string(), json!(window.is_some()));
-                if window.is_some() || !object.contains_key("sliding_window") {
-                    object.insert("sliding_window".to_string(), json!(window));
-                }
-                if !object.contains_key("max_window_layers") {
-                    let full = self.windows.iter().take_while(|w| w.is_none()).count();
-                    object.insert("max_window_layers".to_string(), json!(full));
-                }
-            }
-        }
-    }
-
-    fn set_rope(&self, object: &mut Map<String, Value>) {
-        let mut scaling = Map::new();
-        let mut set = |key: &str, value: Value| {
-            scaling.insert(key.to_string(), value);
-        };
-        match self.rope.scaling {
-            RopeScaling::Default => {}
-            RopeScaling::Linear { factor } => {
-                set("rope_type", json!("linear"));
-                set("factor", json!(factor));
-            }
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_positions,
-            } => {
-                set("rope_type", json!("llama3"));
-                set("factor", json!(factor));
-                set("low_freq_factor", json!(low_freq_factor));
-                set("high_freq_factor", json!(high_freq_factor));
-                set(
-                    "original_max_position_embeddings",
-                    json!(original_max_positions),
-                );
-            }
-            RopeScaling::Yarn {
-                factor,
-                beta_fast,
-                beta_slow,
-                original_max_positions,
-                attention_factor,
-                truncate,
-            } => {
-                set("rope_type", json!("yarn"));
-                set("factor", json!(factor));
-                set("beta_fast", json!(beta_fast));
-                set("beta_slow", json!(beta_slow));
-                set(
-                    "original_max_position_embeddings",
-                    json!(original_max_positions),
-                );
-                set("attention_factor", json!(attention_factor));
-                set("truncate", json!(truncate));
-            }
-        }
-        let mut parameters = Map::new();
-        parameters.insert("rope_theta".to_string(), json!(self.rope.theta));
-        parameters.insert("rope_type".to_string(), json!("default"));
-        parameters.extend(scaling.clone());
-        object.insert("rope_theta".to_string(), json!(self.rope.theta));
-        let scaling = if scaling.is_empty() {
-            Value::Null
-        } else {
-            Value::Object(scaling)
-        };
-        object.insert("rope_scaling".to_string(), scaling);
-        object.insert("rope_parameters".to_string(), Value::Object(parameters));
-    }
-}
-
-/// The shortest decimal that rounds to that f32: 1e-5, not 9.99999974737875e-6.
-fn shortest(value: f32) -> f64 {
-    value.to_string().parse().unwrap_or(f64::from(value))
 }
 
 fn family(keys: &Keys) -> Result<Family> {
@@ -692,83 +552,5 @@ fn kind_of(value: &Value) -> &'static str {
         Value::String(_) => "a string",
         Value::Array(_) => "a list",
         Value::Object(_) => "an object",
-    }
-}
-
-/// JSON whose objects have no key twice: readers differ in which of the two they take.
-pub(crate) fn parse_json(text: &str, what: &'static str, place: &str) -> Result<Value> {
-    let unique: UniqueValue = serde_json::from_str(text).map_err(|error| {
-        Error::input(
-            what,
-            place,
-            "JSON without duplicate keys",
-            printable(&error.to_string()),
-            REMEDY,
-        )
-    })?;
-    Ok(unique.0)
-}
-
-/// A [`Value`] that refuses duplicate keys at every level.
-pub(crate) struct UniqueValue(pub(crate) Value);
-
-impl<'de> Deserialize<'de> for UniqueValue {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(UniqueVisitor).map(UniqueValue)
-    }
-}
-
-struct UniqueVisitor;
-
-impl<'de> Visitor<'de> for UniqueVisitor {
-    type Value = Value;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("JSON")
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        Ok(Value::Bool(value))
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
-        let mut list = Vec::new();
-        while let Some(UniqueValue(item)) = items.next_element()? {
-            list.push(item);
-        }
-        Ok(Value::Array(list))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
-        let mut object = Map::new();
-        while let Some(key) = entries.next_key::<String>()? {
-            if object.contains_key(&key) {
-                let shown = printable(&key);
-                return Err(serde::de::Error::custom(format!("duplicate key {shown:?}")));
-            }
-            let UniqueValue(value) = entries.next_value()?;
-            object.insert(key, value);
-        }
-        Ok(Value::Object(object))
     }
 }

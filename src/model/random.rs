@@ -39,7 +39,7 @@ impl NormalStream {
                 pair = (element / 2, self.pair(element / 2));
             }
             let (even, odd) = pair.1;
-            *value = (if element % 2 == 0 { even } else { odd } * deviation) as f32;
+            *value = (if element.is_multiple_of(2) { even } else { odd } * deviation) as f32;
         }
     }
 
