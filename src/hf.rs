@@ -1,6 +1,6 @@
 //! Hugging Face directories: weights in, weights out.
 //!
-//! - [`safetensors`] reads one file's header and checks it against the file before anything is used.
+//! - [`safetensors`] reads one file's header and checks it against the file, all before its use.
 //! - [`import`] gives any element range of any tile as f32, from files or from a seed.
 //! - [`export`] writes a directory that transformers loads, whole or not at all.
 //!

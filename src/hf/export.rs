@@ -3,8 +3,8 @@
 //! - Written beside its target, every file and the directory flushed, then renamed. A failure or a
 //!   panic removes what was written; a power cut leaves at most a directory `.NAME.partial-PID`.
 //! - Tiles are read extent by extent in layer order, each once: memory is one extent.
-//! - bf16 takes the half of the master that the device computes with ([`split_master`]), so that the
-//!   exported model's logits are the trained model's; f32 takes the master.
+//! - bf16 takes the half of the master that the device computes with ([`split_master`]), so that
+//!   the exported model's logits are the trained model's; f32 takes the master.
 //! - File names are made here; names of tensors are only text in headers.
 //!
 //! An existing target is refused, or replaced if asked and if it holds nothing but a model's files.
