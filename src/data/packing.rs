@@ -126,6 +126,29 @@ mod tests {
 
     #[test]
     fn order_is_what_it_was() {
-        assert_eq!(epoch_order(10, 0, 0, true), [0; 10]);
+        // Made by a Python program from the description above.
+        assert_eq!(epoch_order(10, 0, 0, true), [4, 9, 2, 5, 1, 7, 6, 0, 3, 8]);
+        assert_eq!(epoch_order(10, 0, 1, true), [9, 4, 0, 5, 2, 1, 6, 8, 3, 7]);
+        assert_eq!(epoch_order(10, 1, 0, true), [5, 6, 1, 8, 7, 4, 3, 9, 0, 2]);
+        assert_eq!(epoch_order(3, 1, 0, false), [0, 1, 2]);
+    }
+
+    #[test]
+    fn packing_is_first_fit() {
+        let lengths = [5u64, 6, 4, 3, 10, 2];
+        let plan = EpochPlan::new((0..6).collect(), |row| lengths[row as usize], 10, true);
+        let sequences: Vec<&[u32]> = (0..plan.sequences()).map(|at| plan.rows(at)).collect();
+        assert_eq!(sequences, [&[0, 2][..], &[1, 3], &[4], &[5]]);
+        // The window is bounded: room in the first of 65 open sequences is forgotten.
+        let window = EpochPlan::new(
+            (0..67).collect(),
+            |row| if row < 65 { 6 } else { 4 },
+            10,
+            true,
+        );
+        assert_eq!(
+            (window.rows(0), window.rows(1), window.rows(2)),
+            (&[0][..], &[1, 65][..], &[2, 66][..])
+        );
     }
 }

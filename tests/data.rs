@@ -1,0 +1,882 @@
+//! Goal: rows become the tokens and the mask that transformers makes; every broken input is one
+//! clear line; every token comes once an epoch, and a cursor resumes exactly.
+//! Method: goldens by transformers (`golden/make_data.py`), a table of bad inputs with their whole
+//! messages, and properties on random rows.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use serde_json::Value;
+use terrace::config::{DataConfig, DataFormat, RunConfig};
+use terrace::data::preview::{PreviewOptions, preview};
+use terrace::data::templates::ChatTemplate;
+use terrace::data::{
+    Batches, Cursor, Dataset, IGNORE, Micro, TextTokenizer, eval_micros, quickstart, sorted_tokens,
+};
+
+const FILES: [&str; 6] = [
+    "identity.json",
+    "sharegpt.json",
+    "messages.jsonl",
+    "parts.jsonl",
+    "thinking.jsonl",
+    "questions.jsonl",
+];
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/data")
+}
+
+fn config(seq_len: u64) -> DataConfig {
+    DataConfig {
+        seq_len,
+        ..RunConfig::default().data
+    }
+}
+
+/// The quickstart tokenizer with another chat template, or none.
+fn with_template(template: Option<&str>) -> TextTokenizer {
+    let [(_, json), (_, settings)] = quickstart::tokenizer_files();
+    let mut settings: Value = serde_json::from_slice(settings).unwrap();
+    settings["chat_template"] = template.into();
+    TextTokenizer::from_bytes(json, settings.to_string().as_bytes()).unwrap()
+}
+
+/// FNV-1a, 64 bits, over little-endian u32.
+fn fnv(numbers: &[u32]) -> String {
+    let mut value = 0xcbf2_9ce4_8422_2325u64;
+    for byte in numbers.iter().flat_map(|number| number.to_le_bytes()) {
+        value = (value ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    }
+    format!("{value:016x}")
+}
+
+fn compare_with_golden(case: &str, tokenizer: &TextTokenizer) {
+    let golden: Value =
+        serde_json::from_slice(&std::fs::read(fixtures().join("golden.json")).unwrap()).unwrap();
+    for file in FILES {
+        let rows = golden[case][file].as_array().unwrap();
+        let dataset = Dataset::load(
+            &[fixtures().join(file)],
+            &config(8192),
+            Some(tokenizer),
+            tokenizer.ids_end(),
+        )
+        .unwrap();
+        assert_eq!(dataset.rows() as usize, rows.len(), "{case} {file}");
+        for (row, golden) in (0..dataset.rows()).zip(rows) {
+            let ids = dataset.row(row);
+            let mask: Vec<u32> = (0..ids.len())
+                .map(|at| u32::from(dataset.is_trained(row, at)))
+                .collect();
+            let text = tokenizer.decode(ids, false).unwrap();
+            if let Some(full) = golden.get("full") {
+                assert_eq!(text, full["text"], "{case} {file} row {row}");
+                let full_ids: Vec<u64> = full["ids"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .filter_map(Value::as_u64)
+                    .collect();
+                assert_eq!(
+                    ids.iter().map(|&id| u64::from(id)).collect::<Vec<_>>(),
+                    full_ids,
+                    "{case} {file}"
+                );
+                let marks: String = mask.iter().map(u32::to_string).collect();
+                assert_eq!(marks, full["mask"], "{case} {file} row {row}");
+            }
+            assert_eq!(
+                ids.len() as u64,
+                golden["count"],
+                "{case} {file} row {row}: {text}"
+            );
+            assert_eq!(fnv(ids), golden["ids"], "{case} {file} row {row}: {text}");
+            assert_eq!(
+                mask.iter().sum::<u32>(),
+                golden["trained"],
+                "{case} {file} row {row}: {text}"
+            );
+            assert_eq!(
+                fnv(&mask),
+                golden["mask"],
+                "{case} {file} row {row}: {text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn templates_equal_transformers() {
+    compare_with_golden("quickstart", &quickstart::tokenizer().unwrap());
+    for name in ["smollm2", "qwen3"] {
+        let source = std::fs::read_to_string(fixtures().join(format!("{name}.jinja"))).unwrap();
+        compare_with_golden(name, &with_template(Some(&source)));
+    }
+}
+
+/// The folder of real models: `$TERRACE_MATERIAL`, or `material` in the repository.
+fn material() -> Option<PathBuf> {
+    let named = std::env::var_os("TERRACE_MATERIAL").map(PathBuf::from);
+    let folder = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("material"));
+    if folder.join("qwen3-tokenizer/tokenizer.json").is_file() {
+        return Some(folder);
+    }
+    println!("SKIP: no real tokenizers: set TERRACE_MATERIAL to the folder that prepare.py made");
+    None
+}
+
+#[test]
+fn real_tokenizers_equal_transformers() {
+    let Some(material) = material() else { return };
+    for (case, folder, vocab) in [
+        ("smollm2-own", "smollm2-135m-instruct", 49_152),
+        ("qwen3-own", "qwen3-tokenizer", 151_936),
+    ] {
+        let tokenizer = TextTokenizer::load(&material.join(folder), vocab).unwrap();
+        compare_with_golden(case, &tokenizer);
+    }
+}
+
+#[test]
+fn a_long_text_in_pieces_equals_the_whole() {
+    let tokenizer = quickstart::tokenizer().unwrap();
+    let whole = tokenizer.encode(quickstart::text(), true).unwrap();
+    let dataset =
+        Dataset::from_text("text", quickstart::text(), &config(1000), &tokenizer).unwrap();
+    let rows: Vec<u32> = (0..dataset.rows())
+        .flat_map(|row| dataset.row(row).to_vec())
+        .collect();
+    assert_eq!(rows[..whole.len()], whole);
+    assert_eq!(rows[whole.len()..], [tokenizer.eos().unwrap()]);
+    assert!((0..dataset.rows() - 1).all(|row| dataset.row_len(row) == 1000));
+    // A tokenizer that writes a mark before each text must not do so before each piece.
+    let json = r#"{"version":"1.0","added_tokens":[],"normalizer":{"type":"Prepend","prepend":"_"},
+        "pre_tokenizer":null,"post_processor":null,"decoder":null,
+        "model":{"type":"BPE","vocab":{"a":0,"\n":1,"_":2},"merges":[]}}"#;
+    let marking = TextTokenizer::from_bytes(json.as_bytes(), b"{}").unwrap();
+    let text = "aaa\n".repeat(40_000);
+    let dataset = Dataset::from_text("text", &text, &config(1 << 20), &marking).unwrap();
+    assert_eq!(dataset.row(0), marking.encode(&text, true).unwrap());
+    assert_eq!(dataset.row(0).iter().filter(|&&id| id == 2).count(), 1);
+}
+
+#[test]
+fn real_texts_in_pieces_equal_the_whole() {
+    let Some(material) = material() else { return };
+    let text = std::fs::read_to_string(material.join("kjv.txt")).unwrap();
+    for (folder, tokens) in [
+        ("smollm2-135m-instruct", 1_030_266),
+        ("qwen3-tokenizer", 1_003_586),
+        ("mistral-tokenizer", 1_111_880),
+    ] {
+        let tokenizer = TextTokenizer::load(&material.join(folder), 1 << 20).unwrap();
+        let clock = std::time::Instant::now();
+        let dataset = Dataset::from_text("kjv", &text, &config(1 << 24), &tokenizer).unwrap();
+        let rate = text.len() as f64 / clock.elapsed().as_secs_f64() / 1e6;
+        println!("{folder}: {rate:.2} MB/s");
+        let ids = dataset.row(0);
+        assert_eq!(ids[..ids.len() - 1], tokenizer.encode(&text, true).unwrap());
+        assert_eq!(ids.len() - 1, tokens, "{folder}");
+    }
+}
+
+/// Loads one file of this content with the quickstart tokenizer; paths in errors read FILE.
+fn load_bytes(name: &str, content: &[u8], config: &DataConfig) -> Result<Dataset, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(name);
+    std::fs::write(&path, content).unwrap();
+    let tokenizer = quickstart::tokenizer().unwrap();
+    load_path(&path, config, Some(&tokenizer))
+}
+
+fn load_path(
+    path: &Path,
+    config: &DataConfig,
+    tokenizer: Option<&TextTokenizer>,
+) -> Result<Dataset, String> {
+    Dataset::load(&[path.to_path_buf()], config, tokenizer, 1024).map_err(|error| {
+        assert!(matches!(error.exit_code(), 2 | 4), "{error}");
+        let message = error.to_string().replace(path.to_str().unwrap(), "FILE");
+        assert!(!message.contains('\n'), "{message}");
+        message
+    })
+}
+
+const FORMATS: &str = "expected the keys of one of the formats messages (messages: role, content), \
+    sharegpt (conversations: from, value), alpaca (instruction, input, output), prompt (prompt, completion; \
+    question, answer), text (text) or tokens (input_ids, labels)";
+
+#[test]
+fn bad_rows_are_named() {
+    let deep = format!(
+        "{{\"text\": {}1{}}}",
+        "[".repeat(100_000),
+        "]".repeat(100_000)
+    );
+    let long = format!(
+        "{{\"prompt\": \"{}\", \"completion\": \"b\"}}",
+        "a b ".repeat(100)
+    );
+    let many = format!(
+        "{{\"messages\": [{}{{}}]}}",
+        "{\"role\": \"user\", \"content\": \"a\"},".repeat(1024)
+    );
+    let keys = |line: &str, got: &str| {
+        format!(
+            "dataset: FILE:{line}: {FORMATS}, got the keys {got}; rename the columns, or name the format in data.format"
+        )
+    };
+    let table: Vec<(&str, &[u8], String)> = vec![
+        ("a.jsonl", b"{\"text\": \"a b\"}\n{\"text\": \n", "dataset: FILE:2: expected a JSON object a line, got EOF while parsing a value at column 0; write each row on one line, or the file as one list […]".replace("at column 0", "at line 2 column 0")),
+        ("a.jsonl", b"\n{text}\n", "dataset: FILE:2: expected a JSON object a line, got key must be a string at column 2; write each row on one line, or the file as one list […]".into()),
+        ("a.jsonl", deep.as_bytes(), "dataset: FILE:1: expected a JSON object a line, got recursion limit exceeded at column 136; write each row on one line, or the file as one list […]".into()),
+        ("a.jsonl", b"{\"text\": \"a b\"}\n{\"text\": \"a\xff\"}\n", "dataset: FILE:2: expected UTF-8, got other bytes at byte 11 of the line; save the file as UTF-8".into()),
+        ("a.jsonl", b"\xff\xfe{\0", "dataset: FILE: expected UTF-8, got UTF-16; save the file as UTF-8".into()),
+        ("a.txt", b"one\ntwo \xc3\x28\n", "dataset: FILE:2: expected UTF-8, got other bytes at byte 8; save the file as UTF-8".into()),
+        ("a.jsonl", b"", "dataset: FILE: expected at least one row, got none; name a file that has rows".into()),
+        ("a.json", b" \r\n\n", "dataset: FILE: expected at least one row, got none; name a file that has rows".into()),
+        ("a.json", b"[]", "dataset: FILE: expected at least one row, got none; name a file that has rows".into()),
+        ("a.txt", b"", "dataset: FILE: expected at least one row, got none; name a file that has rows".into()),
+        ("a.json", b"[{\"text\": \"a\"},\n {\"text\" \"a\"}]", "dataset: FILE:2: expected a JSON list of rows, got expected `:` at line 2 column 10; correct the file".into()),
+        ("a.json", b"[{\"text\": \"a\"}] x", "dataset: FILE:1: expected a JSON list of rows, got trailing characters at line 1 column 18; correct the file".into()),
+        ("a.jsonl", b"7\n", "dataset: FILE:1: expected a JSON object, got a number; write one {\u{2026}} a row".into()),
+        ("a.jsonl", b"{\"txet\": \"a\", \"id\": 1}\n", keys("1", "txet, id")),
+        ("a.jsonl", b"{}\n", keys("1", "none")),
+        ("a.jsonl", b"{\"text\": \"a\"}\n{\"instruction\": \"a\"}\n", keys("2", "instruction")),
+        ("a.jsonl", b"{\"text\": 1}\n", "dataset: FILE:1: expected a text in `text`, got a number; correct the row".into()),
+        ("a.jsonl", b"{\"messages\": []}\n", "dataset: FILE:1: expected at least one message, got an empty list; remove the row".into()),
+        ("a.jsonl", many.as_bytes(), "dataset: FILE:1: expected `role` and `content`, or `from` and `value`, got the keys none in message 1025; correct the row".into()),
+        ("a.jsonl", b"{\"messages\": [{\"role\": \"bot\", \"content\": \"a\"}]}\n", "dataset: FILE:1: expected a role among system, developer, user, assistant, tool, function or ipython, got \"bot\" in message 1; rename the role".into()),
+        ("a.jsonl", b"{\"conversations\": [{\"from\": \"alien\", \"value\": \"a\"}]}\n", "dataset: FILE:1: expected a role among human, gpt, system, observation or function_call, got \"alien\" in message 1; rename the role".into()),
+        ("a.jsonl", b"{\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image\"}]}]}\n", "dataset: FILE:1: expected content parts of type text, got \"image\" in message 1; leave out what is no text".into()),
+        ("a.jsonl", b"{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\", \"weight\": 0.5}]}\n", "dataset: FILE:1: expected 0 or 1 in `weight`, got 0.5 in message 1; only whole weights are supported".into()),
+        ("a.jsonl", b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n", "dataset: FILE: expected at least one token to train on, got 10 tokens in 1 rows, all masked; look at `terrace data preview`: is there a turn of the assistant, or a label that is not -100".into()),
+        ("a.jsonl", b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], \"tools\": \"x\"}\n", "dataset: FILE:1: expected a list of tools in `tools`, got x; correct the row".into()),
+        ("a.jsonl", b"{\"instruction\": \"a\", \"output\": \"b\", \"history\": [[\"a\"]]}\n", "dataset: FILE:1: expected pairs of texts in `history`, got [\"a\"]; correct the row".into()),
+        ("a.jsonl", b"{\"prompt\": \"a\", \"completion\": [1]}\n", "dataset: FILE:1: expected prompt and completion both texts, or both lists of messages, got a text and a list; correct the row".into()),
+        ("a.jsonl", long.as_bytes(), "dataset: FILE:1: expected at most 64 tokens, data.seq_len, got 216 tokens; set data.truncate = true to cut it, or raise data.seq_len".into()),
+        ("a.jsonl", b"{\"input_ids\": [1, 1024]}\n", "dataset: FILE:1: expected ids below 1024, the model's vocabulary, got 1024 in `input_ids` at 1; tokenize with the model's own tokenizer".into()),
+        ("a.jsonl", b"{\"input_ids\": [1, 4294967297]}\n", "dataset: FILE:1: expected ids below 1024, the model's vocabulary, got 4294967297 in `input_ids` at 1; tokenize with the model's own tokenizer".into()),
+        ("a.jsonl", b"{\"input_ids\": [1, -5]}\n", "dataset: FILE:1: expected an id from 0 in `input_ids` at 1, got -5; correct the row".into()),
+        ("a.jsonl", b"{\"input_ids\": [1, 2.5]}\n", "dataset: FILE:1: expected a list of whole numbers in `input_ids`, got 2.5; correct the row".into()),
+        ("a.jsonl", b"{\"input_ids\": []}\n", "dataset: FILE:1: expected at least one id in `input_ids`, got none; remove the row".into()),
+        ("a.jsonl", b"{\"input_ids\": [1, 2], \"labels\": [1]}\n", "dataset: FILE:1: expected 2 values in `labels`, as many as `input_ids`, got 1; make them equally long".into()),
+        ("a.jsonl", b"{\"input_ids\": [1, 2], \"labels\": [2, -100]}\n", "dataset: FILE:1: expected -100 or 1, the id itself, in `labels` at 0, got 2; labels are not shifted: Terrace does that".into()),
+        ("a.jsonl", b"{\"input_ids\": [1, 2], \"labels\": [-100, -100]}\n", "dataset: FILE: expected at least one token to train on, got 2 tokens in 1 rows, all masked; look at `terrace data preview`: is there a turn of the assistant, or a label that is not -100".into()),
+        ("a.csv", b"a,b", "dataset file: FILE is not supported; supported: .jsonl, .json, .txt".into()),
+    ];
+    for (name, content, expected) in table {
+        let got = load_bytes(name, content, &config(64)).map(|dataset| dataset.stats());
+        assert_eq!(got, Err(expected));
+    }
+}
+
+#[test]
+fn bad_files_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokenizer = quickstart::tokenizer().unwrap();
+    let load =
+        |path: &Path| load_path(path, &config(64), Some(&tokenizer)).map(|dataset| dataset.stats());
+    assert_eq!(
+        load(folder.path()),
+        Err("dataset: FILE: expected a file, got a directory; name the files themselves".into())
+    );
+    let missing = load(&folder.path().join("none.jsonl"));
+    assert_eq!(
+        missing,
+        Err("open: FILE: No such file or directory (os error 2)".into())
+    );
+    // Sparse files: nothing of their size is written.
+    let sparse = |name: &str, first: &[u8], bytes: u64| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, first).unwrap();
+        std::fs::File::options()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_len(bytes)
+            .unwrap();
+        load(&path)
+    };
+    let line = "dataset: FILE:1: expected a line of at most 67108864 bytes, got a longer one; write a row a line";
+    assert_eq!(sparse("line.jsonl", b"{", 10 << 30), Err(line.into()));
+    let list = "dataset: FILE: expected at most 1073741824 bytes, got 10737418240 bytes; write it as JSON lines";
+    assert_eq!(sparse("list.json", b"[", 10 << 30), Err(list.into()));
+    let text = "dataset: FILE: expected at most 1073741824 bytes, got 10737418240 bytes; \
+        cut it, or write rows of `text` as JSON lines";
+    assert_eq!(sparse("text.txt", b"a", 10 << 30), Err(text.into()));
+}
+
+#[test]
+fn odd_files_are_read() {
+    let tokenizer = quickstart::tokenizer().unwrap();
+    let text = |dataset: &Dataset, row| tokenizer.decode(dataset.row(row), false).unwrap();
+    let marked = b"\xef\xbb\xbf\r\n{\"text\": \"a\"}\r\n\r\n  \n{\"text\": \"\"}\n{\"text\": \"b\", \"id\": 3}";
+    let dataset = load_bytes("a.jsonl", marked, &config(64)).unwrap();
+    assert_eq!((dataset.rows(), dataset.stats().left_out), (2, 1));
+    assert_eq!(
+        [text(&dataset, 0), text(&dataset, 1)],
+        ["a<|endoftext|>", "b<|endoftext|>"]
+    );
+    assert!(dataset.place(1).ends_with("a.jsonl:6"));
+    let list = load_bytes(
+        "a.jsonl",
+        b" \n[{\"text\": \"a\"},\n{\"text\": \"b\"}]\n",
+        &config(64),
+    )
+    .unwrap();
+    assert_eq!(
+        (0..2).map(|row| text(&list, row)).collect::<Vec<_>>(),
+        ["a<|endoftext|>", "b<|endoftext|>"]
+    );
+    let crlf = load_bytes("a.txt", b"\xef\xbb\xbfa\r\nb", &config(64)).unwrap();
+    assert_eq!(text(&crlf, 0), "a\r\nb<|endoftext|>");
+    let truncate = DataConfig {
+        truncate: true,
+        ..config(4)
+    };
+    let cut = load_bytes("a.jsonl", b"{\"input_ids\": [1, 2, 3, 4, 5]}", &truncate).unwrap();
+    assert_eq!((cut.row(0), cut.stats().truncated), (&[1, 2, 3, 4][..], 1));
+    let padded = b"{\"input_ids\": [7, 8, 9, 0], \"labels\": [-100, 8, 9, -100], \"attention_mask\": [1, 1, 1, 0]}";
+    let padded = load_bytes("a.jsonl", padded, &config(4)).unwrap();
+    assert_eq!(padded.row(0), [7, 8, 9]);
+    let micros = eval_micros(&padded, &config(4), 1);
+    assert_eq!(micros[0].targets, [8, 9, IGNORE]);
+}
+
+#[test]
+fn formats_say_the_same() {
+    let same: [&[u8]; 6] = [
+        b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\\nb\"}, {\"role\": \"assistant\", \"content\": \"c\"}]}",
+        b"{\"conversations\": [{\"from\": \"human\", \"value\": \"a\\nb\"}, {\"from\": \"gpt\", \"value\": \"c\"}]}",
+        b"{\"instruction\": \"a\", \"input\": \"b\", \"output\": \"c\"}",
+        b"{\"prompt\": \"a\\nb\", \"completion\": \"c\"}",
+        b"{\"question\": \"a\\nb\", \"answer\": \"c\"}",
+        b"{\"prompt\": [{\"role\": \"user\", \"content\": \"a\\nb\"}], \"completion\": [{\"role\": \"assistant\", \"content\": \"c\"}]}",
+    ];
+    let fingerprints: Vec<u128> = same
+        .iter()
+        .map(|row| {
+            load_bytes("a.jsonl", row, &config(64))
+                .unwrap()
+                .fingerprint()
+        })
+        .collect();
+    assert!(
+        fingerprints.iter().all(|&print| print == fingerprints[0]),
+        "{fingerprints:?}"
+    );
+    let history = b"{\"instruction\": \"c\", \"output\": \"d\", \"system\": \"s\", \"history\": [[\"a\", \"b\"]]}";
+    let messages = b"{\"messages\": [{\"role\": \"system\", \"content\": \"s\"}, {\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}, {\"role\": \"user\", \"content\": \"c\"}, {\"role\": \"assistant\", \"content\": \"d\"}]}";
+    let of = |row: &[u8]| {
+        load_bytes("a.jsonl", row, &config(64))
+            .unwrap()
+            .fingerprint()
+    };
+    assert_eq!(of(history), of(messages));
+    let unweighted = String::from_utf8_lossy(messages)
+        .replace("\"content\": \"b\"", "\"content\": \"b\", \"train\": false");
+    let fewer = load_bytes("a.jsonl", unweighted.as_bytes(), &config(64)).unwrap();
+    assert_eq!(
+        fewer.stats().targets + 3,
+        load_bytes("a.jsonl", messages, &config(64))
+            .unwrap()
+            .stats()
+            .targets
+    );
+    let named = DataConfig {
+        format: DataFormat::Text,
+        ..config(64)
+    };
+    let both = b"{\"text\": \"a\", \"input_ids\": [5, 6, 7]}";
+    assert_eq!(
+        load_bytes("a.jsonl", both, &named).unwrap().stats().tokens,
+        2
+    );
+    assert_eq!(
+        load_bytes("a.jsonl", both, &config(64))
+            .unwrap()
+            .stats()
+            .tokens,
+        3
+    );
+}
+
+#[test]
+fn no_template_and_no_tokenizer() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.jsonl");
+    let plain = with_template(None);
+    let messages = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}";
+    std::fs::write(&path, messages).unwrap();
+    assert_eq!(
+        load_path(&path, &config(64), Some(&plain)).unwrap_err(),
+        "dataset: FILE:1: expected a chat template for a conversation, got a tokenizer without one; \
+         put chat_template.jinja beside tokenizer.json, or give rows of prompt and completion"
+    );
+    assert_eq!(
+        load_path(&path, &config(64), None).unwrap_err(),
+        "dataset: FILE:1: expected `input_ids`, as the model has no tokenizer, got a row of text; \
+         put tokenizer.json into the model's directory"
+    );
+    std::fs::write(&path, "{\"prompt\": \"Who \", \"completion\": \"begat\"}").unwrap();
+    let dataset = load_path(&path, &config(64), Some(&plain)).unwrap();
+    assert_eq!(
+        plain.decode(dataset.row(0), false).unwrap(),
+        "Who begat<|endoftext|>"
+    );
+    let trained: Vec<u32> = (0..dataset.row(0).len())
+        .filter(|&at| dataset.is_trained(0, at))
+        .map(|at| dataset.row(0)[at])
+        .collect();
+    // The space is of the prompt, and the token " beg…" begins there.
+    assert!("begat<|endoftext|>".ends_with(&plain.decode(&trained, false).unwrap()));
+    assert!(trained.contains(&plain.eos().unwrap()));
+    std::fs::write(&path, "{\"input_ids\": [1, 2, 3]}").unwrap();
+    assert_eq!(
+        load_path(&path, &config(64), None).unwrap().stats().targets,
+        2
+    );
+}
+
+#[test]
+fn bad_tokenizers_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().to_str().unwrap().to_string();
+    let load = |vocab| {
+        let message = TextTokenizer::load(folder.path(), vocab)
+            .map(|_| ())
+            .unwrap_err()
+            .to_string();
+        assert!(!message.contains('\n'), "{message}");
+        message.replace(&place, "DIR")
+    };
+    assert_eq!(
+        load(1024),
+        "tokenizer: DIR: expected tokenizer.json, got a directory without one; \
+         copy it from the model's repository, or give rows of `input_ids`"
+    );
+    let [(_, json), (_, settings)] = quickstart::tokenizer_files();
+    let write = |name: &str, bytes: &[u8]| std::fs::write(folder.path().join(name), bytes).unwrap();
+    write("tokenizer.json", b"{}");
+    assert!(load(1024).starts_with(
+        "tokenizer: DIR/tokenizer.json: expected a tokenizer of the tokenizers library, got "
+    ));
+    write("tokenizer.json", json);
+    write("tokenizer_config.json", settings);
+    assert_eq!(
+        load(1000),
+        "tokenizer: DIR/tokenizer.json: expected ids below 1000, the model's vocabulary, got id 1023: \
+         a tokenizer that does not belong to the model; take config.json and tokenizer.json from the same model"
+    );
+    write(
+        "generation_config.json",
+        b"{\"eos_token_id\": [0, 2, 99999]}",
+    );
+    let loaded = TextTokenizer::load(folder.path(), 1024).unwrap();
+    assert_eq!(loaded.eos_ids(), [0, 2]);
+    write("chat_template.jinja", b"{% for %}");
+    assert!(load(1024).starts_with(
+        "chat template: DIR/tokenizer.json: expected a chat template that parses, got "
+    ));
+    std::fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
+    write(
+        "tokenizer_config.json",
+        b"{\"eos_token\": {\"content\": \"<eos>\"}}",
+    );
+    assert_eq!(
+        load(1024),
+        "tokenizer: DIR/tokenizer.json: expected the eos_token <eos> of tokenizer_config.json, \
+         got a vocabulary without it; take both files from the same model"
+    );
+    std::fs::File::create(folder.path().join("tokenizer.json"))
+        .unwrap()
+        .set_len((64 << 20) + 1)
+        .unwrap();
+    assert_eq!(
+        load(1024),
+        "tokenizer: DIR/tokenizer.json: expected a file of at most 67108864 bytes, got 67108865 bytes; \
+         take the file from the model's repository"
+    );
+}
+
+/// The trained text of one row of messages by a template.
+fn trained_text(template: &str, messages: &str) -> Result<Vec<String>, String> {
+    let row: Value = serde_json::from_str(&format!("{{\"messages\": {messages}}}")).unwrap();
+    let row = terrace::data::formats::read(&row, DataFormat::Messages, false).unwrap();
+    let terrace::data::formats::Row::Chat(conversation) = row else {
+        panic!("a conversation")
+    };
+    let template = ChatTemplate::new(template, Vec::new()).map_err(|fault| fault.got)?;
+    let rendered = template
+        .renderer()
+        .unwrap()
+        .render(&conversation)
+        .map_err(|fault| fault.got)?;
+    Ok(rendered
+        .trained
+        .iter()
+        .map(|range| rendered.text[range.clone()].to_string())
+        .collect())
+}
+
+#[test]
+fn odd_templates_never_train_on_the_user() {
+    let messages = r#"[{"role": "user", "content": "xay"}, {"role": "assistant", "content": "xby"},
+        {"role": "user", "content": "xcy"}, {"role": "assistant", "content": "xdy"}]"#;
+    // Only the last turn is written with its end: the first is no prefix.
+    let last = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if loop.last %}<end>{% else %};{% endif %}\
+        {% endfor %}{% if add_generation_prompt %}a:{% endif %}";
+    assert_eq!(trained_text(last, messages).unwrap(), ["xby", "xdy<end>"]);
+    // A summary of the answers before the questions: no place is the first answer's alone.
+    let summary = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}|\
+        {% for m in messages %}{{ m.content }};{% endfor %}";
+    assert_eq!(
+        trained_text(summary, messages),
+        Err("turn 2 of the assistant, which overlaps another".to_string())
+    );
+    // The newest message first.
+    let reversed = "{% for m in messages[::-1] %}{{ m.role[0] }}:{{ m.content }};{% endfor %}";
+    assert_eq!(
+        trained_text(reversed, messages),
+        Err("turn 2 of the assistant, which overlaps another".to_string())
+    );
+    let raises = "{{ raise_exception('roles must alternate') }}";
+    assert_eq!(
+        trained_text(raises, messages),
+        Err("roles must alternate (template line 1)".to_string())
+    );
+    // Only the whole conversation renders.
+    let picky = "{% if messages|length != 4 %}{{ raise_exception('four') }}{% endif %}\
+        {% for m in messages %}{{ m.role[0] }}:{{ m.content }}.\n{% endfor %}";
+    assert_eq!(
+        trained_text(picky, messages),
+        Err("four (template line 1)".to_string())
+    );
+    let tagged = "{% for m in messages %}\n  {%- if m.role == 'assistant' %}\n    {%- generation -%} {{ m.content }} \
+        {%- endgeneration -%}\n  {%- else %}{{ m.content }}{% endif %}\n{% endfor %}";
+    assert_eq!(trained_text(tagged, messages).unwrap(), ["xby", "xdy"]);
+}
+
+#[test]
+fn templates_print_as_python_does() {
+    let render = |source: &str| {
+        let template = ChatTemplate::new(source, vec![("bos_token".into(), "<s>".into())]).unwrap();
+        template
+            .renderer()
+            .unwrap()
+            .prompt(&terrace::data::formats::Conversation::exchange(
+                "it's".into(),
+                "b".into(),
+            ))
+    };
+    for (source, expected) in [
+        ("{{ bos_token }}{{ eos_token }}", "<s>"),
+        (
+            "{{ none }} {{ true }} {{ 1.0 }} {{ 1e20 }} {{ 0.00001 }}",
+            "None True 1.0 1e+20 1e-05",
+        ),
+        ("{{ messages[0] }}", "{'role': 'user', 'content': \"it's\"}"),
+        ("{{ [1, 'a', none] }}", "[1, 'a', None]"),
+        (
+            "{{ {'a': [1, 2.5], 'b': '<&>\\u00e4'} | tojson }}",
+            "{\"a\": [1, 2.5], \"b\": \"<&>ä\"}",
+        ),
+        (
+            "{{ {'a': [1], 'b': {}} | tojson(indent=2) }}",
+            "{\n  \"a\": [\n    1\n  ],\n  \"b\": {}\n}",
+        ),
+        (
+            "{{ strftime_now('%d %b %Y, %A %H:%M') }}",
+            "26 Jul 2024, Friday 00:00",
+        ),
+        ("{{ ' a '.strip() ~ 'x,y'.split(',')[-1] }}", "ay"),
+        (
+            "{% if tools is none %}no{% endif %}{% if x is defined %}x{% endif %}",
+            "no",
+        ),
+        ("  {% if true %}\n a\n  {% endif %}\nb\n", " a\nb"),
+        (
+            "{% for m in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+            "user",
+        ),
+    ] {
+        assert_eq!(render(source).unwrap(), expected, "{source}");
+    }
+}
+
+/// A dataset of rows of ids, each row's first id its number, with `masked` rows wholly masked.
+fn numbered(lengths: &[usize], masked: &[bool]) -> Arc<Dataset> {
+    let mut lines = String::new();
+    for (row, &length) in lengths.iter().enumerate() {
+        let ids: Vec<i64> = (0..length as i64).map(|at| row as i64 * 64 + at).collect();
+        let labels = if masked[row] {
+            vec![-100; length]
+        } else {
+            ids.clone()
+        };
+        lines.push_str(&serde_json::json!({"input_ids": ids, "labels": labels}).to_string());
+        lines.push('\n');
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rows.jsonl");
+    std::fs::write(&path, lines).unwrap();
+    Arc::new(Dataset::load(&[path], &config(64), None, 1 << 20).unwrap())
+}
+
+/// Rows of a micro-batch by their numbers, after a check of everything else in it.
+fn rows_of(micro: &Micro, masked: &[bool]) -> Vec<u32> {
+    assert_eq!(micro.bounds[0], 0);
+    assert_eq!(*micro.bounds.last().unwrap() as usize, micro.tokens.len());
+    assert_eq!(micro.tokens.len(), micro.targets.len());
+    let mut rows = Vec::new();
+    for bounds in micro.bounds.windows(2) {
+        let (start, end) = (bounds[0] as usize, bounds[1] as usize);
+        let row = micro.tokens[start] / 64;
+        for at in start..end {
+            let position = (at - start) as u32;
+            assert_eq!(micro.positions[at], position);
+            assert_eq!(micro.tokens[at], row * 64 + position);
+            let target = if at + 1 < end && !masked[row as usize] {
+                row * 64 + position + 1
+            } else {
+                IGNORE
+            };
+            assert_eq!(micro.targets[at], target);
+        }
+        rows.push(row);
+    }
+    rows
+}
+
+fn rows_and_masks() -> impl Strategy<Value = (Vec<usize>, Vec<bool>)> {
+    prop::collection::vec((1usize..=64, prop::bool::weighted(0.2)), 1..150).prop_map(|rows| {
+        let (mut lengths, mut masked): (Vec<usize>, Vec<bool>) = rows.into_iter().unzip();
+        lengths.push(2);
+        masked.push(false);
+        (lengths, masked)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn every_row_comes_once_an_epoch(
+        (lengths, masked) in rows_and_masks(),
+        seed: u64,
+        packing: bool,
+        shuffle: bool,
+        micro_batch in 1u64..4,
+    ) {
+        let dataset = numbered(&lengths, &masked);
+        let settings = DataConfig { packing, shuffle, ..config(64) };
+        let mut batches = Batches::new(dataset.clone(), &settings, 1, 1, seed).unwrap();
+        for epoch in 0..2 {
+            let mut seen = Vec::new();
+            batches.seek(Cursor { epoch, sequence: 0 }).unwrap();
+            for sequence in 0..batches.sequences() {
+                batches.seek(Cursor { epoch, sequence }).unwrap();
+                // A sequence that is masked throughout is refused as a step; its rows are named.
+                match batches.next_step() {
+                    Ok(micros) => {
+                        prop_assert!(micros[0].tokens.len() <= 64);
+                        seen.extend(rows_of(&micros[0], &masked));
+                    }
+                    Err(error) => {
+                        prop_assert_eq!(batches.cursor(), Cursor { epoch, sequence });
+                        let message = error.to_string();
+                        let rows = message.split("rows.jsonl:").skip(1).map(|rest| {
+                            rest.split(|c: char| !c.is_ascii_digit()).next().unwrap().parse::<u32>().unwrap() - 1
+                        });
+                        seen.extend(rows.take(8));
+                        prop_assume!(!message.contains(" more"));
+                    }
+                }
+            }
+            if !shuffle && !packing {
+                prop_assert!(seen.is_sorted());
+            }
+            seen.sort_unstable();
+            prop_assert_eq!(seen, (0..dataset.rows()).collect::<Vec<_>>());
+        }
+        let evaluated = eval_micros(&dataset, &settings, micro_batch);
+        let mut seen: Vec<u32> = evaluated.iter().flat_map(|micro| rows_of(micro, &masked)).collect();
+        seen.sort_unstable();
+        prop_assert_eq!(seen, (0..dataset.rows()).collect::<Vec<_>>());
+        prop_assert!(evaluated.iter().all(|micro| micro.tokens.len() as u64 <= 64 * micro_batch));
+    }
+
+    #[test]
+    fn a_cursor_resumes_exactly(
+        (lengths, masked) in rows_and_masks(),
+        seed: u64,
+        packing: bool,
+        shuffle: bool,
+        (micro_batch, micro_batches) in (1u64..5, 1u64..5),
+        stop in 0usize..40,
+    ) {
+        let dataset = numbered(&lengths, &masked);
+        let settings = DataConfig { packing, shuffle, ..config(64) };
+        let begin = || Batches::new(dataset.clone(), &settings, micro_batch, micro_batches, seed).unwrap();
+        let mut whole = begin();
+        for _ in 0..stop {
+            if whole.next_step().is_err() {
+                return Ok(());
+            }
+        }
+        let written = serde_json::to_string(&whole.cursor()).unwrap();
+        let mut resumed = begin();
+        resumed.seek(serde_json::from_str(&written).unwrap()).unwrap();
+        for _ in 0..8 {
+            match (whole.next_step(), resumed.next_step()) {
+                (Ok(a), Ok(b)) => {
+                    prop_assert_eq!(a.len() as u64, micro_batches);
+                    prop_assert_eq!(a, b);
+                }
+                (a, b) => {
+                    prop_assert_eq!(a.unwrap_err().to_string(), b.unwrap_err().to_string());
+                    break;
+                }
+            }
+            prop_assert_eq!(whole.cursor(), resumed.cursor());
+        }
+    }
+}
+
+#[test]
+fn steps_wrap_into_the_next_epoch() {
+    let dataset = numbered(&[8; 5], &[false; 5]);
+    let settings = DataConfig {
+        packing: false,
+        ..config(64)
+    };
+    let mut batches = Batches::new(dataset.clone(), &settings, 1, 2, 7).unwrap();
+    assert_eq!(
+        (
+            batches.steps_per_epoch(),
+            batches.steps_of_epochs(2),
+            batches.sequences()
+        ),
+        (3, 5, 5)
+    );
+    let mut rows = Vec::new();
+    for _ in 0..5 {
+        let micros = batches.next_step().unwrap();
+        rows.extend(micros.iter().flat_map(|micro| rows_of(micro, &[false; 5])));
+    }
+    let (first, second) = rows.split_at(5);
+    assert_ne!(first, second, "each epoch has its own order");
+    for epoch in [first, second] {
+        let mut epoch = epoch.to_vec();
+        epoch.sort_unstable();
+        assert_eq!(epoch, [0, 1, 2, 3, 4]);
+    }
+    assert_eq!(
+        batches.cursor(),
+        Cursor {
+            epoch: 1,
+            sequence: 5
+        }
+    );
+    let beyond = batches
+        .seek(Cursor {
+            epoch: 1,
+            sequence: 6,
+        })
+        .unwrap_err()
+        .to_string();
+    assert_eq!(
+        beyond,
+        "data cursor: epoch 1: expected at most 5 sequences, got 6; \
+         resume with the data, seed and batch that the run began with"
+    );
+    let packed = Batches::new(dataset, &config(64), 1, 1, 7).unwrap();
+    assert_eq!((packed.sequences(), packed.efficiency()), (1, 40.0 / 64.0));
+}
+
+#[test]
+fn a_step_without_targets_is_refused() {
+    let dataset = numbered(&[4, 4, 4], &[true, true, false]);
+    let settings = DataConfig {
+        packing: false,
+        shuffle: false,
+        ..config(64)
+    };
+    let mut batches = Batches::new(dataset.clone(), &settings, 1, 2, 0).unwrap();
+    let message = batches.next_step().unwrap_err().to_string();
+    let folder = dataset.place(0).replace("rows.jsonl:1", "");
+    assert_eq!(
+        message.replace(&folder, ""),
+        "dataset: rows.jsonl:1, rows.jsonl:2: expected a token to train on in each step, \
+         got rows that are masked throughout; remove these rows, or take more rows a step"
+    );
+    let mut larger = Batches::new(dataset, &settings, 1, 3, 0).unwrap();
+    let targets: Vec<u64> = larger
+        .next_step()
+        .unwrap()
+        .iter()
+        .map(Micro::targets_count)
+        .collect();
+    assert_eq!(targets, [0, 0, 3]);
+}
+
+#[test]
+fn preview_marks_what_is_masked() {
+    let row = b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\\u001b[1m\"}, {\"role\": \"assistant\", \"content\": \"b\"}]}";
+    let dataset = load_bytes("a.jsonl", row, &config(64)).unwrap();
+    let tokenizer = quickstart::tokenizer().unwrap();
+    let show = |colour| {
+        let options = PreviewOptions {
+            sequences: 1,
+            colour,
+            ids: false,
+        };
+        let mut out = Vec::new();
+        preview(&dataset, &config(64), Some(&tokenizer), options, &mut out).unwrap();
+        String::from_utf8(out)
+            .unwrap()
+            .replace(&dataset.place(0), "FILE:1")
+    };
+    let tokens = dataset.stats().tokens;
+    let expected = format!(
+        "sequence 0: 1 rows, {tokens} of 64 tokens\n--- FILE:1, {tokens} tokens\n\
+         ⟦<|im_start|>user\na\\u{{1b}}[1m<|im_end|>\n<|im_start|>assistant\n⟧b<|im_end|>\n\n\
+         1 rows, {tokens} tokens, 3 trained on ({:.1} %), longest row {tokens}, mean {tokens}.0\n\
+         1 sequences of at most 64 tokens, {:.1} % full; 0 rows cut, 0 empty texts left out\n",
+        300.0 / tokens as f64,
+        100.0 * tokens as f64 / 64.0
+    );
+    assert_eq!(show(false), expected);
+    assert_eq!(
+        show(true),
+        expected.replace('⟦', "\x1b[2m").replace('⟧', "\x1b[0m")
+    );
+}
+
+#[test]
+fn tokens_are_sorted_with_their_positions() {
+    assert_eq!(
+        sorted_tokens(&[5, 2, 5, 9, 2, 5]),
+        (vec![2, 5, 9], vec![0, 2, 5, 6], vec![1, 4, 0, 2, 5, 3])
+    );
+    assert_eq!(sorted_tokens(&[]), (vec![], vec![0], vec![]));
+}
+
+#[test]
+fn the_quickstart_is_whole() {
+    let tokenizer = quickstart::tokenizer().unwrap();
+    assert_eq!(tokenizer.ids_end(), quickstart::VOCAB_SIZE);
+    let (train, held_out) = (quickstart::train_text(), quickstart::held_out_text());
+    assert_eq!(train.to_string() + held_out, quickstart::text());
+    let share = held_out.len() as f64 / quickstart::text().len() as f64;
+    assert!((0.045..0.055).contains(&share), "{share}");
+    let ids = tokenizer.encode(held_out, false).unwrap();
+    assert_eq!(tokenizer.decode(&ids, false).unwrap(), held_out);
+    let entropy = quickstart::unigram_entropy(&ids);
+    println!("unigram entropy {entropy:.4} nats, {} tokens", ids.len());
+    assert!((4.0..1024f64.ln()).contains(&entropy), "{entropy}");
+    assert_eq!(quickstart::unigram_entropy(&[3, 1, 3, 1]), 2f64.ln());
+}
