@@ -34,20 +34,12 @@ pub struct DeviceProfile {
 impl DeviceProfile {
     /// The CPU device: f32 activations.
     pub fn cpu() -> DeviceProfile {
-        DeviceProfile {
-            name: "cpu".to_string(),
-            activation_bytes: 4,
-            converts_bf16: true,
-        }
+        DeviceProfile { name: "cpu".to_string(), activation_bytes: 4, converts_bf16: true }
     }
 
     /// A CUDA device: bf16 activations and arithmetic on bf16 weights.
     pub fn cuda(name: &str) -> DeviceProfile {
-        DeviceProfile {
-            name: name.to_string(),
-            activation_bytes: 2,
-            converts_bf16: false,
-        }
+        DeviceProfile { name: name.to_string(), activation_bytes: 2, converts_bf16: false }
     }
 }
 
@@ -60,6 +52,15 @@ pub struct Budgets {
     pub host: u64,
     /// Spilled extents, all paths together.
     pub store: u64,
+}
+
+/// What a plan is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Every section of a tile, gradients, checkpoints; the forward-only form too.
+    Train,
+    /// Weights alone, forward only.
+    Forward,
 }
 
 /// Tier of a section's home.
@@ -88,9 +89,7 @@ impl TilePlan {
 
     /// Sections that are spilled, in order.
     pub fn spilled(&self) -> impl Iterator<Item = Section> + '_ {
-        Section::ALL
-            .into_iter()
-            .filter(|s| self.homes[*s as usize] == Some(Home::Store))
+        Section::ALL.into_iter().filter(|s| self.homes[*s as usize] == Some(Home::Store))
     }
 }
 
@@ -123,6 +122,8 @@ pub struct HostMap {
 /// Placement, sizes and prediction for a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
+    /// What it is for.
+    pub purpose: Purpose,
     /// Device it was made for.
     pub device: DeviceProfile,
     /// Budgets it was made for.
@@ -182,8 +183,9 @@ impl Plan {
         config: &RunConfig,
         device: &DeviceProfile,
         budgets: Budgets,
+        purpose: Purpose,
     ) -> Result<Plan> {
-        let (map, kept) = plan_device(spec, config, device, budgets.device)?;
+        let (map, kept) = plan_device(spec, config, device, budgets.device, purpose)?;
         let clipping = config.train.max_grad_norm > 0.0;
         let precision = config.model.precision;
         let gradient_bytes = match precision {
@@ -192,13 +194,14 @@ impl Plan {
         };
         let layouts = spec.tile_layouts();
         let mut host = host_pools(&layouts, config, clipping, precision, gradient_bytes);
-        let tiles = place_sections(layouts, precision, &mut host, budgets)?;
+        if purpose == Purpose::Forward {
+            host.bytes -= host.gradients;
+            host.gradients = 0;
+        }
+        let tiles = place_sections(layouts, precision, &mut host, budgets, purpose)?;
         let spilled_bytes: u64 = tiles
             .iter()
-            .flat_map(|tile| {
-                tile.spilled()
-                    .map(|s| extents_bytes(&tile.layout, s, precision))
-            })
+            .flat_map(|tile| tile.spilled().map(|s| extents_bytes(&tile.layout, s, precision)))
             .sum();
         let state_bytes: u64 = tiles
             .iter()
@@ -207,12 +210,12 @@ impl Plan {
             })
             .sum();
         let every = config.checkpoint.every;
-        let checkpoint_bytes = if every == 0 {
-            0
-        } else {
-            state_bytes * (config.checkpoint.keep + 1)
+        let checkpoint_bytes = match purpose {
+            Purpose::Train if every > 0 => state_bytes * (config.checkpoint.keep + 1),
+            _ => 0,
         };
         Ok(Plan {
+            purpose,
             device: device.clone(),
             budgets,
             precision,
@@ -265,6 +268,7 @@ fn plan_device(
     config: &RunConfig,
     device: &DeviceProfile,
     budget: u64,
+    purpose: Purpose,
 ) -> Result<(DeviceMap, Vec<(u16, u32)>)> {
     let micros = config.train.micro_batches;
     let mut shape = DeviceShape {
@@ -276,12 +280,13 @@ fn plan_device(
         activation_bytes: device.activation_bytes,
         converts_weights: device.converts_bf16 && config.model.precision == Precision::Bf16,
         precision: config.model.precision,
-        trains: true,
+        trains: purpose == Purpose::Train,
     };
     let least = DeviceMap::new(spec, shape);
     let pairs = u64::from(spec.blocks) * micros;
     let room = budget.saturating_sub(least.bytes) / least.workspace.bytes.max(1);
     shape.kept = match config.memory.recompute {
+        _ if purpose == Purpose::Forward => 0,
         Recompute::All => 0,
         Recompute::Auto => room.min(pairs),
         Recompute::None => pairs,
@@ -302,12 +307,7 @@ fn plan_device(
                 "even one micro-batch needs {} bytes, {} of them for one layer's weights and \
                  gradients: lower train.micro_batch or data.seq_len, or raise memory.device",
                 fixed + per_micro,
-                least
-                    .parts
-                    .iter()
-                    .take(3)
-                    .map(|(_, bytes)| bytes)
-                    .sum::<u64>()
+                least.parts.iter().take(3).map(|(_, bytes)| bytes).sum::<u64>()
             )
         };
         return Err(Error::Budget {
@@ -322,9 +322,7 @@ fn plan_device(
     let all = (0..spec.blocks).flat_map(|block| {
         (0..micros).map(move |micro| (block, u32::try_from(micro).expect("micros are capped")))
     });
-    let kept = all
-        .skip(usize::try_from(pairs - shape.kept).expect("pairs are capped"))
-        .collect();
+    let kept = all.skip(usize::try_from(pairs - shape.kept).expect("pairs are capped")).collect();
     Ok((map, kept))
 }
 
@@ -338,37 +336,19 @@ fn host_pools(
 ) -> HostMap {
     let slot =
         |layout: &TileLayout| (layout.elements * gradient_bytes).next_multiple_of(PAGE_BYTES);
-    let (wide, blocks): (Vec<_>, Vec<_>) = layouts
-        .iter()
-        .enumerate()
-        .partition(|(i, _)| *i == 0 || i + 1 == layouts.len());
+    let (wide, blocks): (Vec<_>, Vec<_>) =
+        layouts.iter().enumerate().partition(|(i, _)| *i == 0 || i + 1 == layouts.len());
     let (gradients, gradient_slots) = if clipping {
         (layouts.iter().map(slot).sum(), GradientSlots::PerTile)
     } else {
-        let block = blocks
-            .iter()
-            .map(|(_, layout)| slot(layout))
-            .max()
-            .unwrap_or(0);
-        let wide = wide
-            .iter()
-            .map(|(_, layout)| slot(layout))
-            .max()
-            .unwrap_or(0);
+        let block = blocks.iter().map(|(_, layout)| slot(layout)).max().unwrap_or(0);
+        let wide = wide.iter().map(|(_, layout)| slot(layout)).max().unwrap_or(0);
         (2 * block + wide, GradientSlots::Shared)
     };
-    let longest = layouts
-        .iter()
-        .map(|layout| layout.elements)
-        .max()
-        .unwrap_or(0);
-    let widest = Section::present(precision)
-        .map(|s| s.element_bytes(precision))
-        .max()
-        .unwrap_or(4);
-    let slab_bytes = (longest.min(EXTENT_ELEMENTS) * widest)
-        .next_multiple_of(PAGE_BYTES)
-        .min(EXTENT_BYTES_MAX);
+    let longest = layouts.iter().map(|layout| layout.elements).max().unwrap_or(0);
+    let widest = Section::present(precision).map(|s| s.element_bytes(precision)).max().unwrap_or(4);
+    let slab_bytes =
+        (longest.min(EXTENT_ELEMENTS) * widest).next_multiple_of(PAGE_BYTES).min(EXTENT_BYTES_MAX);
     let slabs = config.memory.slabs;
     HostMap {
         homes: 0,
@@ -387,25 +367,23 @@ fn place_sections(
     precision: Precision,
     host: &mut HostMap,
     budgets: Budgets,
+    purpose: Purpose,
 ) -> Result<Vec<TilePlan>> {
+    let present = |section: Section| {
+        let wanted = purpose == Purpose::Train || section == Section::Weight;
+        (wanted && section.element_bytes(precision) > 0).then_some(Home::Host)
+    };
     let mut tiles: Vec<TilePlan> = layouts
         .into_iter()
-        .map(|layout| TilePlan {
-            layout,
-            homes: Section::ALL.map(|s| (s.element_bytes(precision) > 0).then_some(Home::Host)),
-        })
+        .map(|layout| TilePlan { layout, homes: Section::ALL.map(present) })
         .collect();
     let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
-    let all: u64 = tiles
-        .iter()
-        .flat_map(|t| Section::present(precision).map(|s| slot(t, s)))
-        .sum();
+    let held = Section::ALL.into_iter().filter(|section| present(*section).is_some());
+    let held: Vec<Section> = held.collect();
+    let all: u64 = tiles.iter().flat_map(|tile| held.iter().map(|s| slot(tile, *s))).sum();
     let mut overflow = (host.bytes + all).saturating_sub(budgets.host);
-    let groups: [&[Section]; 3] = [
-        &[Section::Moment2, Section::Moment1],
-        &[Section::Residual],
-        &[Section::Weight],
-    ];
+    let groups: [&[Section]; 3] =
+        [&[Section::Moment2, Section::Moment1], &[Section::Residual], &[Section::Weight]];
     let mut homes = all;
     for sections in groups {
         // Last layers first: the update reads them last.
@@ -462,10 +440,7 @@ fn refuse_overflow(
     }
     let needed: u64 = tiles
         .iter()
-        .flat_map(|tile| {
-            tile.spilled()
-                .map(|s| extents_bytes(&tile.layout, s, precision))
-        })
+        .flat_map(|tile| tile.spilled().map(|s| extents_bytes(&tile.layout, s, precision)))
         .sum();
     if needed > budgets.store {
         return Err(Error::Budget {

@@ -10,6 +10,7 @@
 //! When a transfer starts is `step`'s to say. The update's own stream over spilled states is
 //! [`states`].
 
+pub mod fill;
 pub mod states;
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -19,7 +20,7 @@ use crossbeam_channel::{Receiver, Sender};
 use crate::device::{Device, Dtype, View};
 use crate::error::Result;
 use crate::host::{HostCutter, Lease, Ring};
-use crate::plan::{GradientSlots, Home, Plan};
+use crate::plan::{GradientSlots, Home, Plan, Purpose};
 use crate::schedule::GradientSlot;
 use crate::stats::{Hop, Stats};
 use crate::store::disk::Direction;
@@ -56,11 +57,7 @@ impl Tiers {
         store: Option<Scratch>,
         stats: Stats,
     ) -> Tiers {
-        assert_eq!(
-            plan.spills(),
-            store.is_some(),
-            "a store exactly when something is spilled"
-        );
+        assert_eq!(plan.spills(), store.is_some(), "a store exactly when something is spilled");
         let mut homes = Vec::new();
         let mut spilled = Vec::new();
         for tile in &plan.tiles {
@@ -76,21 +73,15 @@ impl Tiers {
         }
         let slot = |tile: &crate::plan::TilePlan| tile.layout.elements * plan.gradient_bytes;
         let sizes: Vec<u64> = match plan.host.gradient_slots {
+            _ if plan.purpose == Purpose::Forward => Vec::new(),
             GradientSlots::PerTile => plan.tiles.iter().map(slot).collect(),
             GradientSlots::Shared => {
                 let last = plan.tiles.len() - 1;
                 let block = plan.tiles[1..last].iter().map(slot).max().unwrap_or(0);
-                vec![
-                    block,
-                    block,
-                    slot(&plan.tiles[0]).max(slot(&plan.tiles[last])),
-                ]
+                vec![block, block, slot(&plan.tiles[0]).max(slot(&plan.tiles[last]))]
             }
         };
-        let gradients = sizes
-            .into_iter()
-            .map(|bytes| Mutex::new(cutter.cut(bytes)))
-            .collect();
+        let gradients = sizes.into_iter().map(|bytes| Mutex::new(cutter.cut(bytes))).collect();
         Tiers {
             device,
             ring,
@@ -119,6 +110,13 @@ impl Tiers {
         self.precision
     }
 
+    /// Sections that have a home, in order.
+    pub fn sections(&self) -> impl Iterator<Item = Section> + '_ {
+        Section::ALL.into_iter().filter(|section| {
+            self.is_spilled(0, *section) || self.homes[0][*section as usize].is_some()
+        })
+    }
+
     /// Whether a section lives in the store.
     pub fn is_spilled(&self, layer: u16, section: Section) -> bool {
         self.spilled[usize::from(layer)][section as usize]
@@ -143,9 +141,7 @@ impl Tiers {
             GradientSlot::Block(index) => index as usize,
             GradientSlot::Wide => 2,
         };
-        self.gradients[index]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.gradients[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The scratch store.
@@ -184,13 +180,7 @@ impl Tiers {
         let bytes = self.extent_bytes(key);
         self.stats.crossed(hop, bytes);
         let bytes = usize::try_from(bytes).expect("an extent fits");
-        self.scratch().submit(Request {
-            kind,
-            key,
-            bytes,
-            slab,
-            reply: reply.clone(),
-        })
+        self.scratch().submit(Request { kind, key, bytes, slab, reply: reply.clone() })
     }
 
     /// Bytes of an extent, without padding.
@@ -241,15 +231,7 @@ impl Tiers {
                     None if asked == given => self.ring.take(),
                     None => break,
                 };
-                self.read_extent(
-                    ExtentKey {
-                        tile,
-                        section,
-                        extent: asked,
-                    },
-                    slab,
-                    reply,
-                )?;
+                self.read_extent(ExtentKey { tile, section, extent: asked }, slab, reply)?;
                 asked += 1;
             }
             let completion = done.recv().expect("this function holds a sender");
@@ -257,11 +239,7 @@ impl Tiers {
             early.push((completion.key.extent, completion.slab));
             while let Some(at) = early.iter().position(|(extent, _)| *extent == given) {
                 let (extent, slab) = early.swap_remove(at);
-                let key = ExtentKey {
-                    tile,
-                    section,
-                    extent,
-                };
+                let key = ExtentKey { tile, section, extent };
                 let bytes = usize::try_from(self.extent_bytes(key)).expect("an extent fits");
                 with(extent, &slab.as_slice::<u8>()[..bytes])?;
                 given += 1;
@@ -314,8 +292,7 @@ impl Tiers {
     pub fn demote_gradient(&self, gradient: View, slot: GradientSlot) {
         let mut place = self.gradient(slot);
         let bytes = usize::try_from(gradient.bytes()).expect("a gradient fits its slot");
-        self.device
-            .copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
+        self.device.copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
         self.stats.crossed(Hop::Demote, gradient.bytes());
     }
 }

@@ -1,1 +1,137 @@
-fn main() {}
+//! `terrace`: trains, plans, generates, exports. Argument parsing and printing only.
+
+#[path = "terrace/inspect_run.rs"]
+mod inspect_run;
+#[path = "terrace/model_out.rs"]
+mod model_out;
+#[path = "terrace/train.rs"]
+mod train;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use terrace::config::RunConfig;
+use terrace::error::{Error, Result};
+
+/// Trains language models larger than the GPU's memory, every parameter, in full precision.
+#[derive(Parser)]
+#[command(version, max_term_width = 100)]
+struct Terrace {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train, or go on from the last commit with --resume
+    Train(train::TrainArguments),
+    /// Show where every byte would live and what a step would cost; needs no GPU, disk or weights
+    Plan(inspect_run::PlanArguments),
+    /// Continue a text with a model or a commit
+    Generate(model_out::GenerateArguments),
+    /// Write a commit as a Hugging Face directory
+    Export(model_out::ExportArguments),
+    /// Look at what a run would train on
+    Data {
+        #[command(subcommand)]
+        command: DataCommand,
+    },
+    /// Say what this machine has and what limits it
+    Doctor(inspect_run::DoctorArguments),
+    /// Write a commented run.toml
+    Init {
+        /// File to write; it must not exist
+        #[arg(default_value = "run.toml")]
+        path: PathBuf,
+    },
+}
+
+#[derive(Subcommand)]
+enum DataCommand {
+    /// Print the first sequences with masked tokens marked, and the numbers of the whole
+    Preview(inspect_run::PreviewArguments),
+}
+
+/// The run.toml and what changes it.
+#[derive(Args, Clone)]
+struct RunFile {
+    /// The run's file
+    run: PathBuf,
+    /// Change a value: --set train.steps=20
+    #[arg(long = "set", value_name = "TABLE.KEY=VALUE")]
+    sets: Vec<String>,
+}
+
+impl RunFile {
+    fn read(&self) -> Result<RunConfig> {
+        let text = std::fs::read_to_string(&self.run);
+        let text = text.map_err(|source| Error::Io {
+            action: "read",
+            path: self.run.clone(),
+            source,
+            remedy: "; `terrace init` writes one".to_string(),
+        })?;
+        RunConfig::parse(&text, &self.run.display().to_string(), &self.sets)
+    }
+}
+
+fn main() -> ExitCode {
+    // A file size limit is an error of a write, not the end of the process.
+    ignore_file_size_signal();
+    let command = match Terrace::try_parse() {
+        Ok(terrace) => terrace.command,
+        Err(error) => {
+            let code = if error.use_stderr() { 2 } else { 0 };
+            error.print().ok();
+            return ExitCode::from(code);
+        }
+    };
+    let result = match command {
+        Command::Train(arguments) => train::train(&arguments),
+        Command::Plan(arguments) => inspect_run::plan(&arguments),
+        Command::Generate(arguments) => model_out::generate(&arguments),
+        Command::Export(arguments) => model_out::export(&arguments),
+        Command::Data { command: DataCommand::Preview(arguments) } => {
+            inspect_run::preview(&arguments)
+        }
+        Command::Doctor(arguments) => inspect_run::doctor(&arguments),
+        Command::Init { path } => init(&path),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("terrace: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn is_broken_pipe(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+fn ignore_file_size_signal() {
+    let flag = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, flag).ok();
+}
+
+fn init(path: &std::path::Path) -> Result<()> {
+    let mut file = std::fs::File::create_new(path).map_err(|source| Error::Io {
+        action: "make",
+        path: path.to_path_buf(),
+        source,
+        remedy: "; name a file that does not exist".to_string(),
+    })?;
+    let text = terrace::config::parse::commented_template();
+    file.write_all(text.as_bytes()).map_err(|e| Error::io("write", path, e))?;
+    say(&format!("{}: set model.path and data.train, then `terrace plan`", path.display()))
+}
+
+/// Prints a line; a closed pipe is an error that ends the tool quietly.
+fn say(line: &str) -> Result<()> {
+    let written = writeln!(std::io::stdout().lock(), "{line}");
+    written.map_err(|e| Error::io("write", "standard output".as_ref(), e))
+}

@@ -1,0 +1,351 @@
+//! Checkpoints of a run: its whole state in a durable store, and what it needs to go on from there.
+//!
+//! - Every extent of every section is committed, wherever it lives, then the metadata: step, data
+//!   cursor, tokens, the run.toml, the model's config.json.
+//! - Restoring puts the bytes back where the plan of the resumed run has them; the plan may differ.
+//! - What may not change between the two runs is refused, unless asked for by name.
+//!
+//! The bytes on disk are `store::checkpoint`'s.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::config::RunConfig;
+use crate::config::parse::Class;
+use crate::data::{Cursor, Dataset};
+use crate::error::{Error, Result};
+use crate::host::Ring;
+use crate::model::ModelSpec;
+use crate::store::{CheckpointStore, Phase, Spec, StoredSection};
+use crate::tile::{Precision, Section};
+use crate::train::checkpoint_dir;
+use crate::transfer::Tiers;
+use crate::transfer::fill::Fill;
+
+/// Where a run stands at a commit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Progress {
+    /// Steps done.
+    pub step: u64,
+    /// Tokens done.
+    pub tokens: u64,
+    /// The next sequence.
+    pub cursor: Cursor,
+    /// The run.toml, complete.
+    pub run: String,
+    /// Checksum of the training data.
+    pub data: String,
+    /// The model directory's config.json.
+    pub model: Value,
+}
+
+impl Progress {
+    /// The progress of a run.
+    pub fn new(
+        step: u64,
+        tokens: u64,
+        cursor: Cursor,
+        config: &RunConfig,
+        dataset: &Dataset,
+        model: &Value,
+    ) -> Progress {
+        Progress {
+            step,
+            tokens,
+            cursor,
+            run: config.to_toml(),
+            data: format!("{:032x}", dataset.fingerprint()),
+            model: model.clone(),
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "terrace": env!("CARGO_PKG_VERSION"),
+            "step": self.step,
+            "tokens": self.tokens,
+            "cursor": self.cursor,
+            "run": self.run,
+            "data": self.data,
+            "model": self.model,
+        })
+    }
+
+    fn from_json(bytes: &[u8], path: &Path) -> Result<Progress> {
+        let damaged = |got: String| Error::Damaged {
+            path: path.to_path_buf(),
+            what: "metadata of a commit".to_string(),
+            offset: 0,
+            expected: "step, tokens, cursor, run, data and model".to_string(),
+            got,
+            remedy: "resume from another commit with --resume=STEP".to_string(),
+        };
+        let value: Value = serde_json::from_slice(bytes).map_err(|e| damaged(e.to_string()))?;
+        let text = |key: &str| value[key].as_str().map(str::to_string);
+        let read = || {
+            Some(Progress {
+                step: value["step"].as_u64()?,
+                tokens: value["tokens"].as_u64()?,
+                cursor: serde_json::from_value(value["cursor"].clone()).ok()?,
+                run: text("run")?,
+                data: text("data")?,
+                model: value["model"].clone(),
+            })
+        };
+        read().ok_or_else(|| damaged("another set of keys".to_string()))
+    }
+
+    /// What differs in the run that goes on from here, as sentences; an error for what may not,
+    /// unless `allowed`.
+    pub fn changes(
+        &self,
+        config: &RunConfig,
+        dataset: &Dataset,
+        allowed: bool,
+    ) -> Result<Vec<String>> {
+        let old = RunConfig::parse(&self.run, "the commit's run.toml", &[])?;
+        let mut sentences = Vec::new();
+        let refused = |place: String, expected: &str, got: &str| {
+            Error::input(
+                "resume",
+                place,
+                expected,
+                got,
+                "change it back, or pass --resume-changed to go on with another run",
+            )
+        };
+        for difference in config.resume_differences(&old) {
+            let (key, old, new) = (difference.key, difference.old, difference.new);
+            match difference.class {
+                Class::Free => {}
+                Class::Forbidden if !allowed => return Err(refused(key, &old, &new)),
+                _ => sentences.push(format!("resumed with {key} = {new}, was {old}")),
+            }
+        }
+        let data = format!("{:032x}", dataset.fingerprint());
+        if data != self.data {
+            if !allowed {
+                let place = "training data (its tokens' checksum)".to_string();
+                return Err(refused(place, &self.data, &data));
+            }
+            sentences.push("resumed with other training data".to_string());
+        }
+        Ok(sentences)
+    }
+}
+
+/// Names a model and its precision: a commit of another one is refused.
+pub fn model_hash(spec: &ModelSpec, precision: Precision) -> u128 {
+    let mut names = String::new();
+    for layer in 0..spec.layer_count() {
+        for tensor in spec.layer_tensors(layer) {
+            names.push_str(&format!("{} {:?}\n", tensor.name, tensor.shape));
+        }
+    }
+    names.push_str(&format!("{:?} {precision:?}", spec.family));
+    xxhash_rust::xxh3::xxh3_128(names.as_bytes())
+}
+
+/// A run's checkpoint store.
+pub struct Checkpoints {
+    store: CheckpointStore,
+    directory: PathBuf,
+}
+
+impl Checkpoints {
+    /// Opens the store of a run, or makes it. A `fresh` run refuses a store that has commits.
+    pub fn open(
+        config: &RunConfig,
+        spec: &ModelSpec,
+        tiers: &Tiers,
+        fresh: bool,
+    ) -> Result<Checkpoints> {
+        let directory = checkpoint_dir(config);
+        let store_spec = Spec {
+            model_hash: model_hash(spec, config.model.precision),
+            keep: config.checkpoint.keep,
+            sections: sections_of(tiers),
+            engine: config.memory.io_engine,
+            memory: vec![tiers.ring.span()],
+        };
+        let store = CheckpointStore::open_or_create(&directory, &store_spec)?;
+        let checkpoints = Checkpoints { store, directory };
+        let steps = checkpoints.steps()?;
+        match (steps.last(), fresh) {
+            (Some(step), true) => Err(Error::input(
+                "checkpoint",
+                checkpoints.directory.display().to_string(),
+                "an empty checkpoint.dir for a new run",
+                format!("commits up to step {step}"),
+                "pass --resume to go on, or choose another checkpoint.dir or log.dir",
+            )),
+            (None, false) => Err(Error::input(
+                "resume",
+                checkpoints.directory.display().to_string(),
+                "a commit",
+                "none",
+                "start without --resume",
+            )),
+            _ => Ok(checkpoints),
+        }
+    }
+
+    /// What a person should know of the store.
+    pub fn sentences(&self) -> Vec<String> {
+        self.store.sentences().to_vec()
+    }
+
+    /// The store's directory.
+    pub fn path(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Calls `hook` at each phase of every later commit, for tests that end the process there.
+    pub fn set_phase_hook(&mut self, hook: Box<dyn Fn(Phase) + Send>) {
+        self.store.set_phase_hook(hook);
+    }
+
+    /// Steps that are committed, oldest first.
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        Ok(self.all()?.into_iter().map(|(_, progress)| progress.step).collect())
+    }
+
+    /// Commits the state that the tiers hold; the lanes stand still.
+    pub fn commit(&mut self, tiers: &Tiers, progress: &Progress) -> Result<()> {
+        let generation = self.store.latest().map_or(1, |latest| latest + 1);
+        let mut commit = self.store.begin_commit(generation)?;
+        for layout in tiers.layouts() {
+            for section in tiers.sections() {
+                tiers.stream_section(layout.id.layer, section, |extent, bytes| {
+                    let key = crate::store::ExtentKey { tile: layout.id, section, extent };
+                    commit.write(key, bytes)
+                })?;
+            }
+        }
+        commit.finish(progress.to_json().to_string().as_bytes())
+    }
+
+    /// Puts the state of a commit into the tiers: the newest, or that of `step`.
+    pub fn restore(&self, tiers: &Tiers, step: Option<u64>) -> Result<Progress> {
+        let (generation, progress) = self.find(step)?;
+        let mut fill = Fill::new(tiers);
+        let keys: Vec<_> = tiers.extents().collect();
+        // The store reads into a ring of its own, so that scratch writes have theirs.
+        let ring = own_ring(tiers.ring.slab_bytes())?;
+        self.store.read_all(generation, keys, &ring, |key, slab| {
+            fill.put(key, |bytes| {
+                let length = bytes.len();
+                bytes.copy_from_slice(&slab.as_slice::<u8>()[..length]);
+            })
+        })?;
+        fill.finish()?;
+        Ok(progress)
+    }
+
+    fn find(&self, step: Option<u64>) -> Result<(u64, Progress)> {
+        let all = self.all()?;
+        let steps: Vec<String> = all.iter().map(|(_, p)| p.step.to_string()).collect();
+        let found = match step {
+            None => all.into_iter().next_back(),
+            Some(step) => all.into_iter().rev().find(|(_, progress)| progress.step == step),
+        };
+        found.ok_or_else(|| {
+            Error::input(
+                "resume",
+                self.directory.display().to_string(),
+                format!("one of the steps {}", steps.join(", ")),
+                step.map_or("none".to_string(), |step| step.to_string()),
+                "name a step that is committed",
+            )
+        })
+    }
+
+    fn all(&self) -> Result<Vec<(u64, Progress)>> {
+        let read = |generation: u64| {
+            let metadata = self.store.metadata(generation)?;
+            Ok((generation, Progress::from_json(&metadata, self.store.path())?))
+        };
+        self.store.generations().into_iter().map(read).collect()
+    }
+}
+
+fn sections_of(tiers: &Tiers) -> Vec<StoredSection> {
+    let precision = tiers.precision();
+    let mut sections = Vec::new();
+    for layout in tiers.layouts() {
+        for section in tiers.sections() {
+            sections.push(StoredSection {
+                tile: layout.id,
+                section,
+                elements: layout.elements,
+                element_bytes: section.element_bytes(precision),
+            });
+        }
+    }
+    sections
+}
+
+/// A few slabs outside the plan's arena, for reading a checkpoint.
+fn own_ring(slab_bytes: u64) -> Result<Ring> {
+    const SLABS: usize = 4;
+    let mut cutter = crate::host::HostArena::take(SLABS as u64 * slab_bytes)?;
+    Ok(cutter.cut_ring(SLABS, slab_bytes))
+}
+
+/// The newest commit of a directory, or that of `step`, opened to read weights from.
+pub struct CommittedWeights {
+    store: CheckpointStore,
+    generation: u64,
+    ring: Ring,
+    /// Where the run stood.
+    pub progress: Progress,
+}
+
+impl CommittedWeights {
+    /// Opens a checkpoint directory.
+    pub fn open(directory: &Path, step: Option<u64>) -> Result<CommittedWeights> {
+        let store = CheckpointStore::open_existing(directory)?;
+        let checkpoints = Checkpoints { store, directory: directory.to_path_buf() };
+        let (generation, progress) = checkpoints.find(step)?;
+        let ring = own_ring(crate::tile::EXTENT_BYTES_MAX)?;
+        Ok(CommittedWeights { store: checkpoints.store, generation, ring, progress })
+    }
+
+    /// The fp32 masters of an element range of a tile, which may span extents.
+    pub fn read_master(
+        &self,
+        layout: &crate::tile::TileLayout,
+        elements: std::ops::Range<u64>,
+        precision: Precision,
+        out: &mut [f32],
+    ) -> Result<()> {
+        use crate::tile::{EXTENT_ELEMENTS, join_master};
+        let mut at = elements.start;
+        while at < elements.end {
+            let extent = u32::try_from(at / EXTENT_ELEMENTS).expect("a tile has < 2^52 elements");
+            let whole = layout.extent_elements(extent);
+            let end = whole.end.min(elements.end);
+            let inside = (at - whole.start) as usize..(end - whole.start) as usize;
+            let target = &mut out[(at - elements.start) as usize..(end - elements.start) as usize];
+            let read = |section| {
+                let key = crate::store::ExtentKey { tile: layout.id, section, extent };
+                self.store.read(self.generation, key, self.ring.take())
+            };
+            let weight = read(Section::Weight)?;
+            match precision {
+                Precision::Bf16 => {
+                    let residual = read(Section::Residual)?;
+                    let (weight, residual) = (weight.as_slice::<u16>(), residual.as_slice::<i16>());
+                    let pairs = weight[inside.clone()].iter().zip(&residual[inside]);
+                    for ((hi, lo), value) in pairs.zip(target) {
+                        *value = join_master(*hi, *lo);
+                    }
+                }
+                Precision::Fp32 => target.copy_from_slice(&weight.as_slice::<f32>()[inside]),
+            }
+            at = end;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,124 @@
+//! metrics.jsonl: one line a step, an evaluation or a commit, with enough digits to read back the
+//! same floats.
+//!
+//! After a resume the lines of steps that were lost with the crash are taken out, so that a step has
+//! one line.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::error::{Error, Result};
+use crate::stats::{HOP_NAMES, Snapshot, WAIT_NAMES};
+
+/// One training step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepReport {
+    /// Steps done, this one included.
+    pub step: u64,
+    /// Mean loss over the step's targets, nats.
+    pub loss: f64,
+    /// Global norm before clipping.
+    pub grad_norm: f64,
+    /// Rate used.
+    pub learning_rate: f64,
+    /// Tokens.
+    pub tokens: u64,
+    /// Tokens with a target.
+    pub targets: u64,
+    /// Seconds since the step before returned.
+    pub step_seconds: f64,
+    /// Bytes over each hop and waits in that time.
+    pub moved: Snapshot,
+}
+
+impl StepReport {
+    /// Tokens a second.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.tokens as f64 / self.step_seconds.max(1e-9)
+    }
+}
+
+/// The run's metrics file.
+pub struct Metrics {
+    path: PathBuf,
+    file: BufWriter<File>,
+}
+
+impl Metrics {
+    /// Opens `dir`/metrics.jsonl to append, keeping lines up to `step`.
+    pub fn open(dir: &Path, step: u64) -> Result<Metrics> {
+        std::fs::create_dir_all(dir).map_err(|e| Error::io("make log.dir", dir, e))?;
+        let path = dir.join("metrics.jsonl");
+        let kept = kept_lines(&path, step)?;
+        let staged = dir.join("metrics.jsonl.new");
+        std::fs::write(&staged, kept).map_err(|e| Error::io("write", &staged, e))?;
+        std::fs::rename(&staged, &path).map_err(|e| Error::io("replace", &path, e))?;
+        let file = OpenOptions::new().append(true).open(&path);
+        let file = file.map_err(|e| Error::io("open", &path, e))?;
+        Ok(Metrics { path, file: BufWriter::new(file) })
+    }
+
+    /// Appends a step.
+    pub fn step(&mut self, report: &StepReport) -> Result<()> {
+        let named = |names: [&str; 4], values: [serde_json::Value; 4]| {
+            names.into_iter().map(str::to_string).zip(values).collect::<serde_json::Map<_, _>>()
+        };
+        let moved = &report.moved;
+        self.line(&json!({
+            "step": report.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "tokens": report.tokens,
+            "targets": report.targets,
+            "step_seconds": report.step_seconds,
+            "tokens_per_second": report.tokens_per_second(),
+            "bytes": named(HOP_NAMES, moved.bytes.map(|bytes| bytes.into())),
+            "stall_seconds": named(WAIT_NAMES, moved.waits.map(|seconds| seconds.into())),
+            "update_seconds": moved.update_seconds,
+        }))
+    }
+
+    /// Appends an evaluation.
+    pub fn evaluation(&mut self, step: u64, loss: f64) -> Result<()> {
+        self.line(&json!({ "step": step, "eval_loss": loss, "eval_perplexity": loss.exp() }))
+    }
+
+    /// Appends a commit.
+    pub fn commit(&mut self, step: u64, seconds: f64) -> Result<()> {
+        self.line(&json!({ "step": step, "commit_seconds": seconds }))
+    }
+
+    /// Writes what is buffered.
+    pub fn flush(&mut self) -> Result<()> {
+        self.file.flush().map_err(|e| Error::io("write", &self.path, e))
+    }
+
+    fn line(&mut self, value: &serde_json::Value) -> Result<()> {
+        let written = writeln!(self.file, "{value}").and_then(|()| self.file.flush());
+        written.map_err(|e| Error::io("write", &self.path, e))
+    }
+}
+
+/// Lines of a metrics file up to `step`; a line that was cut by a crash is left out.
+fn kept_lines(path: &Path, step: u64) -> Result<String> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(String::new()),
+        Err(error) => return Err(Error::io("open", path, error)),
+    };
+    let mut kept = String::new();
+    for line in BufReader::new(file).lines() {
+        let line = line.map_err(|e| Error::io("read", path, e))?;
+        let value: Option<serde_json::Value> = serde_json::from_str(&line).ok();
+        let at = value.as_ref().and_then(|value| value["step"].as_u64());
+        if at.is_some_and(|at| at <= step) {
+            kept.push_str(&line);
+            kept.push('\n');
+        }
+    }
+    Ok(kept)
+}

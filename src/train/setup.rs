@@ -1,0 +1,219 @@
+//! Memory and engine of a run: what `"auto"` comes to, arenas, scratch store, measured rates.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use crate::config::{RunConfig, Size, StorePath};
+use crate::device::{Device, Dtype, View};
+use crate::error::Result;
+use crate::host::HostArena;
+use crate::machine::{self, HostMemory};
+use crate::model::ModelSpec;
+use crate::optimizer::{self, AdamwStep, GradientSpan, Isa, WeightSpan};
+use crate::plan::regions::{DeviceMap, DeviceShape};
+use crate::plan::{Budgets, DeviceProfile, Plan};
+use crate::schedule::simulate::Rates;
+use crate::stats::Stats;
+use crate::step::Engine;
+use crate::store::{Scratch, StoredSection};
+use crate::tile::{Precision, Section};
+use crate::transfer::Tiers;
+
+/// Budgets with `"auto"` resolved, and how.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Budget {
+    /// For the plan.
+    pub budgets: Budgets,
+    /// Directories of the scratch store with their bytes.
+    pub store: Vec<(PathBuf, u64)>,
+    /// One sentence for each size that was `"auto"`.
+    pub sentences: Vec<String>,
+}
+
+/// Resolves `"auto"` sizes on this machine for the CPU device: the device's arena is RAM too, so it
+/// comes off the host's.
+pub fn resolve_budgets(spec: &ModelSpec, config: &RunConfig) -> Budget {
+    let memory = HostMemory::read();
+    let auto = memory.auto();
+    let mut sentences = Vec::new();
+    let device = match config.memory.device {
+        Size::Bytes(bytes) => bytes,
+        Size::Auto => {
+            let all_kept = everything_kept(spec, config);
+            // Host states come first: the arena takes at most what they leave, or half.
+            let device = all_kept.min(auto / 2);
+            sentences.push(format!(
+                "memory.device = auto: {} (the CPU device computes in RAM)",
+                crate::plan::bytes_text(device)
+            ));
+            device
+        }
+    };
+    let host = match config.memory.host {
+        Size::Bytes(bytes) => bytes,
+        Size::Auto => {
+            let host = auto.saturating_sub(device);
+            sentences.push(format!(
+                "memory.host = auto: {} (available {}{}, less a reserve and the device's arena)",
+                crate::plan::bytes_text(host),
+                crate::plan::bytes_text(memory.available),
+                memory.cgroup_left.map_or(String::new(), |left| {
+                    format!(", cgroup leaves {}", crate::plan::bytes_text(left))
+                })
+            ));
+            host
+        }
+    };
+    let store: Vec<(PathBuf, u64)> = config
+        .memory
+        .store
+        .iter()
+        .map(|StorePath { path, size }| {
+            let bytes = match size {
+                Size::Bytes(bytes) => *bytes,
+                Size::Auto => {
+                    let free = machine::free_bytes(path);
+                    let bytes = free - free / 20;
+                    sentences.push(format!(
+                        "memory.store {}: auto: {}",
+                        path.display(),
+                        crate::plan::bytes_text(bytes)
+                    ));
+                    bytes
+                }
+            };
+            (path.clone(), bytes)
+        })
+        .collect();
+    let total = store.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+    Budget { budgets: Budgets { device, host, store: total }, store, sentences }
+}
+
+/// Bytes of the device's arena with nothing recomputed.
+fn everything_kept(spec: &ModelSpec, config: &RunConfig) -> u64 {
+    let profile = DeviceProfile::cpu();
+    let shape = DeviceShape {
+        tokens: config.train.micro_batch * config.data.seq_len,
+        seq_len: config.data.seq_len,
+        micros: config.train.micro_batches,
+        buffers: config.memory.buffers,
+        kept: u64::from(spec.blocks) * config.train.micro_batches,
+        activation_bytes: profile.activation_bytes,
+        converts_weights: config.model.precision == Precision::Bf16,
+        precision: config.model.precision,
+        trains: true,
+    };
+    DeviceMap::new(spec, shape).bytes
+}
+
+/// Takes every tier's memory as the plan says and starts the lanes. Nothing is in the tiles yet.
+/// Also what a person should know of the store.
+pub fn build_engine(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    plan: Plan,
+    budget: &Budget,
+    trace: bool,
+) -> Result<(Engine, Vec<String>)> {
+    let mut sentences = Vec::new();
+    let mut cutter = HostArena::take(plan.host.bytes)?;
+    let slabs = usize::try_from(plan.host.slabs).expect("slabs are capped");
+    let ring = cutter.cut_ring(slabs, plan.host.slab_bytes);
+    let store = if plan.spills() {
+        let sections: Vec<StoredSection> = stored_sections(&plan, |tile, section| {
+            plan.tiles[usize::from(tile)].home(section) == crate::plan::Home::Store
+        });
+        let engine = config.memory.io_engine;
+        let scratch = Scratch::create(&budget.store, &sections, engine, &[ring.span()])?;
+        sentences.extend(scratch.sentences().iter().cloned());
+        Some(scratch)
+    } else {
+        None
+    };
+    let device = Device::cpu(plan.map.bytes)?;
+    let tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(trace));
+    Ok((Engine::start(spec, plan, tiers, Isa::detect())?, sentences))
+}
+
+/// Sections of a plan that `wanted` picks, as a store lays them out.
+pub(crate) fn stored_sections(
+    plan: &Plan,
+    wanted: impl Fn(u16, Section) -> bool,
+) -> Vec<StoredSection> {
+    let mut sections = Vec::new();
+    for tile in &plan.tiles {
+        let id = tile.layout.id;
+        for section in Section::ALL {
+            if tile.homes[section as usize].is_some() && wanted(id.layer, section) {
+                sections.push(StoredSection {
+                    tile: id,
+                    section,
+                    elements: tile.layout.elements,
+                    element_bytes: section.element_bytes(plan.precision),
+                });
+            }
+        }
+    }
+    sections
+}
+
+/// Rates of this machine's CPU device, measured in a fraction of a second; the store's are what a
+/// common NVMe drive does until `terrace-bench profile` has measured it.
+pub fn measure_rates() -> Result<Rates> {
+    let (gemm, copy) = measure_device()?;
+    Ok(Rates {
+        gemm,
+        promote: copy,
+        demote: copy,
+        store_read: 1.5e9,
+        store_write: 1.5e9,
+        adamw: measure_adamw()?,
+        shared_cores: true,
+    })
+}
+
+/// FLOP/s of a matrix product, and bytes a second of a copy into the arena.
+fn measure_device() -> Result<(f64, f64)> {
+    const SIDE: u64 = 768;
+    let matrix = SIDE * SIDE;
+    let device = Device::cpu(3 * matrix * 4)?;
+    let view = |index: u64| View::new(index * matrix * 4, matrix, Dtype::F32);
+    device.fill(view(0), 0.5);
+    device.fill(view(1), 0.25);
+    let multiply = || device.linear_forward(view(0), view(1), None, view(2), SIDE, false);
+    multiply();
+    let gemm = 2.0 * (SIDE * matrix) as f64 / fastest_seconds(5, multiply);
+    let bytes = vec![1u8; (matrix * 4) as usize];
+    let copy = bytes.len() as f64 / fastest_seconds(5, || device.copy_in(0, &bytes));
+    Ok((gemm, copy))
+}
+
+/// Parameters a second of AdamW over more than the caches.
+fn measure_adamw() -> Result<f64> {
+    const COUNT: usize = 4 << 20;
+    let mut cutter = HostArena::take(COUNT as u64 * 14 + (5 << 12))?;
+    let mut leases = [2u64, 2, 4, 4, 2].map(|width| cutter.cut(COUNT as u64 * width));
+    let step = AdamwStep::new(1e-4, [0.9, 0.999], 1e-8, 0.01, 1, 1.0);
+    let isa = Isa::detect();
+    let seconds = fastest_seconds(3, || {
+        let [weight, residual, moment1, moment2, gradient] = &mut leases;
+        let span = WeightSpan::Split {
+            weight: weight.as_mut_slice(),
+            residual: residual.as_mut_slice(),
+        };
+        let gradient = GradientSpan::Bf16(gradient.as_slice());
+        let (moment1, moment2) = (moment1.as_mut_slice(), moment2.as_mut_slice());
+        optimizer::adamw_parallel(isa, &step, COUNT, span, moment1, moment2, gradient);
+    });
+    Ok(COUNT as f64 / seconds)
+}
+
+fn fastest_seconds(times: u32, mut work: impl FnMut()) -> f64 {
+    let mut fastest = f64::INFINITY;
+    for _ in 0..times {
+        let started = Instant::now();
+        work();
+        fastest = fastest.min(started.elapsed().as_secs_f64());
+    }
+    fastest.max(1e-9)
+}

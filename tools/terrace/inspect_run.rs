@@ -1,0 +1,247 @@
+//! `terrace plan`, `terrace data preview`, `terrace doctor`: looking without training.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+
+use clap::Args;
+use terrace::config::{RunConfig, Size};
+use terrace::data::preview::{PreviewOptions, preview as write_preview};
+use terrace::data::{Dataset, TextTokenizer};
+use terrace::error::{Error, Result};
+use terrace::hf;
+use terrace::machine::{self, HostMemory};
+use terrace::optimizer::Isa;
+use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
+use terrace::schedule::Schedule;
+use terrace::schedule::simulate::{Rates, simulate};
+use terrace::train::{measure_rates, model_dir, resolve_budgets};
+
+use crate::{RunFile, say};
+
+/// Arguments of `terrace plan`.
+#[derive(Args)]
+pub(crate) struct PlanArguments {
+    #[command(flatten)]
+    file: RunFile,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Print the schedule of a step, an action a line
+    #[arg(long)]
+    schedule: bool,
+    /// Plan for a GPU of this much memory that need not be there: 24GB
+    #[arg(long, value_name = "SIZE")]
+    device_memory: Option<String>,
+    /// Plan for this much host memory: 128GB
+    #[arg(long, value_name = "SIZE")]
+    host_memory: Option<String>,
+    /// Plan for this much room in the store: 2TB
+    #[arg(long, value_name = "SIZE")]
+    store_space: Option<String>,
+    /// Host to device and back, bytes a second: 55GB
+    #[arg(long, value_name = "SIZE/s")]
+    pcie: Option<String>,
+    /// Matrix products of the device, TFLOP/s
+    #[arg(long, value_name = "TFLOPS")]
+    gemm: Option<f64>,
+    /// Store reads, bytes a second: 6GB
+    #[arg(long, value_name = "SIZE/s")]
+    disk_read: Option<String>,
+    /// Store writes, bytes a second: 5GB
+    #[arg(long, value_name = "SIZE/s")]
+    disk_write: Option<String>,
+    /// AdamW, 10⁹ parameters a second
+    #[arg(long, value_name = "G")]
+    adamw: Option<f64>,
+}
+
+fn size(flag: &str, text: &str) -> Result<u64> {
+    match Size::parse(text.trim_end_matches("/s"), flag)? {
+        Size::Bytes(bytes) => Ok(bytes),
+        Size::Auto => {
+            Err(Error::input("arguments", flag, "a size with a unit", "auto", "write 24GB"))
+        }
+    }
+}
+
+/// Runs `terrace plan`.
+pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
+    let config = arguments.file.read()?;
+    let (spec, _) = hf::read_config(model_dir(&config)?)?;
+    let mut budget = resolve_budgets(&spec, &config);
+    let replaced = |flag, text: &Option<String>, to: &mut u64| -> Result<()> {
+        if let Some(text) = text {
+            *to = size(flag, text)?;
+        }
+        Ok(())
+    };
+    replaced("--device-memory", &arguments.device_memory, &mut budget.budgets.device)?;
+    replaced("--host-memory", &arguments.host_memory, &mut budget.budgets.host)?;
+    replaced("--store-space", &arguments.store_space, &mut budget.budgets.store)?;
+    // Device memory on the command line means a GPU, and rates of a server with one.
+    let (profile, mut rates) = if arguments.device_memory.is_some() {
+        (DeviceProfile::cuda("gpu"), gpu_rates())
+    } else {
+        (DeviceProfile::cpu(), measure_rates()?)
+    };
+    override_rates(arguments, &mut rates)?;
+    let plan = Plan::new(&spec, &config, &profile, budget.budgets, Purpose::Train)?;
+    let schedule = Schedule::train(&plan);
+    let prediction = simulate(&plan, &schedule, &rates);
+    if arguments.json {
+        return say(&format!("{:#}", plan.json(&prediction, &rates)));
+    }
+    for sentence in &budget.sentences {
+        say(sentence)?;
+    }
+    say(&format!(
+        "{} parameters on {}, {}",
+        count_text(plan.parameters),
+        profile.name,
+        if plan.clipping {
+            "gradients wait for the norm (max_grad_norm > 0)"
+        } else {
+            "no clipping: a layer is updated as its gradient arrives"
+        }
+    ))?;
+    say(&plan.table(&prediction, &rates))?;
+    if arguments.schedule {
+        for (index, scheduled) in schedule.actions.iter().enumerate() {
+            let after: Vec<String> = scheduled
+                .after
+                .iter()
+                .map(|a| format!("{}{}", if a.previous { "-" } else { "" }, a.action))
+                .collect();
+            say(&format!(
+                "{index:5} {:8} {:?} after [{}]",
+                format!("{:?}", scheduled.lane),
+                scheduled.action,
+                after.join(" ")
+            ))?;
+        }
+    }
+    Ok(())
+}
+
+/// A GPU server as measured once: H200, PCIe 5, 16 cores, one cloud disk.
+fn gpu_rates() -> Rates {
+    Rates {
+        gemm: 650e12,
+        promote: 55e9,
+        demote: 55e9,
+        store_read: 1.7e9,
+        store_write: 2.3e9,
+        adamw: 4.2e9,
+        shared_cores: false,
+    }
+}
+
+fn override_rates(arguments: &PlanArguments, rates: &mut Rates) -> Result<()> {
+    let replaced = |flag, text: &Option<String>, to: &mut f64| -> Result<()> {
+        if let Some(text) = text {
+            *to = size(flag, text)? as f64;
+        }
+        Ok(())
+    };
+    replaced("--pcie", &arguments.pcie, &mut rates.promote)?;
+    replaced("--pcie", &arguments.pcie, &mut rates.demote)?;
+    replaced("--disk-read", &arguments.disk_read, &mut rates.store_read)?;
+    replaced("--disk-write", &arguments.disk_write, &mut rates.store_write)?;
+    let factor = |flag: &str, value: Option<f64>, unit: f64, to: &mut f64| match value {
+        Some(value) if !(value.is_finite() && value > 0.0) => {
+            let got = value.to_string();
+            Err(Error::input("arguments", flag, "a number above 0", got, "correct it"))
+        }
+        Some(value) => {
+            *to = value * unit;
+            Ok(())
+        }
+        None => Ok(()),
+    };
+    factor("--gemm", arguments.gemm, 1e12, &mut rates.gemm)?;
+    factor("--adamw", arguments.adamw, 1e9, &mut rates.adamw)
+}
+
+/// Arguments of `terrace data preview`.
+#[derive(Args)]
+pub(crate) struct PreviewArguments {
+    #[command(flatten)]
+    file: RunFile,
+    /// Sequences to print
+    #[arg(long, short = 'n', default_value_t = 3)]
+    sequences: u64,
+    /// Print token ids too
+    #[arg(long)]
+    ids: bool,
+}
+
+/// Runs `terrace data preview`.
+pub(crate) fn preview(arguments: &PreviewArguments) -> Result<()> {
+    let config: RunConfig = arguments.file.read()?;
+    let dir = model_dir(&config)?;
+    let (spec, _) = hf::read_config(dir)?;
+    let tokenizer = dir.join("tokenizer.json").exists();
+    let tokenizer = tokenizer.then(|| TextTokenizer::load(dir, spec.vocab_size)).transpose()?;
+    let files = &config.data.train;
+    let dataset = Dataset::load(files, &config.data, tokenizer.as_ref(), spec.vocab_size)?;
+    let stdout = std::io::stdout();
+    let options = PreviewOptions {
+        sequences: arguments.sequences,
+        colour: stdout.is_terminal(),
+        ids: arguments.ids,
+    };
+    write_preview(&dataset, &config.data, tokenizer.as_ref(), options, &mut stdout.lock())
+}
+
+/// Arguments of `terrace doctor`.
+#[derive(Args)]
+pub(crate) struct DoctorArguments {
+    /// Directory to look at as a store
+    #[arg(long, default_value = ".")]
+    store: PathBuf,
+}
+
+/// Runs `terrace doctor`.
+pub(crate) fn doctor(arguments: &DoctorArguments) -> Result<()> {
+    let memory = HostMemory::read();
+    let cores = machine::cores();
+    say(&format!("cores: {cores}{}", if cores < 4 { " (few: AdamW and GEMM share them)" } else { "" }))?;
+    say(&format!("simd: {:?} for AdamW, chosen at run time", Isa::detect()))?;
+    say(&format!("memory available: {}", bytes_text(memory.available)))?;
+    if let Some(left) = memory.cgroup_left {
+        say(&format!("memory cgroup leaves: {}", bytes_text(left)))?;
+    }
+    say(&format!("memory.host = auto would be: {}", bytes_text(memory.auto())))?;
+    let pages = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+    let pages = pages.unwrap_or_else(|_| "unknown".to_string());
+    let remedy = if pages.contains("[never]") {
+        "; echo madvise > /sys/kernel/mm/transparent_hugepage/enabled speeds AdamW up"
+    } else {
+        ""
+    };
+    say(&format!("transparent huge pages: {}{remedy}", pages.trim()))?;
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    if let Some(line) = limits.lines().find(|line| line.starts_with("Max locked memory")) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let limit = words.get(3).copied().unwrap_or("unknown");
+        say(&format!("locked memory limit: {limit} bytes; io_uring buffers are registered within it"))?;
+    }
+    say(&format!(
+        "store {}: {} free",
+        arguments.store.display(),
+        bytes_text(machine::free_bytes(&arguments.store))
+    ))?;
+    let probe = terrace::store::disk::probe(&arguments.store, None)?;
+    say(&probe.sentence)?;
+    if let Some(warning) = &probe.warning {
+        say(warning)?;
+    }
+    say("gpu: this build has no CUDA device; the CPU device trains small models")?;
+    let rates = measure_rates()?;
+    say(&format!(
+        "measured: GEMM {:.0} GFLOP/s, copy {:.1} GB/s, AdamW {:.2} G parameters/s",
+        rates.gemm / 1e9,
+        rates.promote / 1e9,
+        rates.adamw / 1e9
+    ))
+}

@@ -1,0 +1,329 @@
+//! `terrace train`.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Instant;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use terrace::config::RunConfig;
+use terrace::data::quickstart::unigram_entropy;
+use terrace::error::{Error, Result};
+use terrace::generate::{Sampling, generate};
+use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
+use terrace::schedule::Schedule;
+use terrace::schedule::simulate::{Prediction, simulate};
+use terrace::train::{Run, Start, StepReport, Trainer, measure_rates, resolve_budgets};
+use terrace::{machine, quickstart, train};
+
+use crate::say;
+
+/// Arguments of `terrace train`.
+#[derive(Args)]
+pub(crate) struct TrainArguments {
+    /// The run's file; not with --quickstart
+    #[arg(required_unless_present = "quickstart")]
+    run: Option<PathBuf>,
+    /// Train the embedded small model on the embedded text: no file, no network, two minutes
+    #[arg(long, conflicts_with = "run", value_name = "DIRECTORY", num_args = 0..=1,
+          default_missing_value = quickstart::DIRECTORY)]
+    quickstart: Option<PathBuf>,
+    /// Change a value: --set train.steps=20
+    #[arg(long = "set", value_name = "TABLE.KEY=VALUE")]
+    sets: Vec<String>,
+    /// Where to compute: cpu, or auto
+    #[arg(long, default_value = "auto")]
+    device: String,
+    /// Go on from the last commit, or from that of STEP
+    #[arg(long, value_name = "STEP", num_args = 0..=1, require_equals = true,
+          default_missing_value = "latest")]
+    resume: Option<String>,
+    /// Let model, data, seed, batch or precision differ from the run that is resumed
+    #[arg(long, requires = "resume")]
+    resume_changed: bool,
+    /// Write a Chrome trace of every action to this file
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+/// Set by the first SIGINT or SIGTERM; a second one ends the process at once.
+fn watch_signals() -> Result<Arc<AtomicI32>> {
+    let signal = Arc::new(AtomicI32::new(0));
+    let seen = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    for number in [SIGINT, SIGTERM] {
+        let watch = || -> std::io::Result<()> {
+            let code = 128 + number;
+            signal_hook::flag::register_conditional_shutdown(number, code, seen.clone())?;
+            signal_hook::flag::register(number, seen.clone())?;
+            Ok(())
+        };
+        watch().map_err(|e| Error::io("watch signals", "process".as_ref(), e))?;
+        let noted = signal.clone();
+        let mut signals = signal_hook::iterator::Signals::new([number])
+            .map_err(|e| Error::io("watch signals", "process".as_ref(), e))?;
+        std::thread::spawn(move || {
+            for number in signals.forever() {
+                noted.store(number, Ordering::Relaxed);
+            }
+        });
+    }
+    Ok(signal)
+}
+
+/// Runs the command.
+pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
+    check_device(&arguments.device)?;
+    let start = parse_start(arguments.resume.as_deref())?;
+    let config = read_config(arguments)?;
+    let signal = watch_signals()?;
+    let run = Run::prepare(config)?;
+    describe(&run)?;
+    let budget = resolve_budgets(&run.spec, &run.config);
+    for sentence in &budget.sentences {
+        say(sentence)?;
+    }
+    let profile = DeviceProfile::cpu();
+    let plan = Plan::new(&run.spec, &run.config, &profile, budget.budgets, Purpose::Train)?;
+    let rates = measure_rates()?;
+    let prediction = simulate(&plan, &Schedule::train(&plan), &rates);
+    say(&plan.table(&prediction, &rates))?;
+    let entropy = held_out_entropy(&run);
+    let mut trainer =
+        Trainer::start(run, plan, &budget, start, arguments.resume_changed, arguments.trace.is_some())?;
+    for note in trainer.notes() {
+        say(note)?;
+    }
+    let ended = steps(&mut trainer, &prediction, entropy, &signal);
+    let memory = machine::peak_memory();
+    let (read, written) = machine::storage_bytes();
+    let log_dir = trainer.run().config.log.dir.clone();
+    let checkpoint_dir = train::checkpoint_dir(&trainer.run().config);
+    let last_commit = trainer.last_commit();
+    let ended = ended.and_then(|()| sample(&mut trainer));
+    let trace = match ended {
+        Ok(()) => trainer.finish()?,
+        Err(error) => return Err(error),
+    };
+    if let (Some(path), Some(trace)) = (&arguments.trace, trace) {
+        std::fs::write(path, trace).map_err(|e| Error::io("write", path, e))?;
+        say(&format!("trace: {}", path.display()))?;
+    }
+    say(&format!(
+        "peak memory {}; read from disk {}, written {} (as the kernel counts)",
+        bytes_text(memory),
+        bytes_text(read),
+        bytes_text(written)
+    ))?;
+    say(&format!("metrics: {}", log_dir.join("metrics.jsonl").display()))?;
+    if let Some(step) = last_commit {
+        let checkpoint = checkpoint_dir.display();
+        say(&format!(
+            "commit of step {step}: {checkpoint}; `terrace export --checkpoint {checkpoint} --out \
+             DIR` writes it for transformers, `terrace generate --checkpoint {checkpoint}` talks to it"
+        ))?;
+    }
+    match signal.load(Ordering::Relaxed) {
+        0 => Ok(()),
+        signal => Err(Error::Interrupted { signal, step: last_commit.unwrap_or(0) }),
+    }
+}
+
+fn check_device(device: &str) -> Result<()> {
+    if matches!(device, "cpu" | "auto") {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what: "device",
+        got: device.to_string(),
+        supported: "cpu, auto".to_string(),
+    })
+}
+
+fn parse_start(resume: Option<&str>) -> Result<Start> {
+    match resume {
+        None => Ok(Start::Fresh),
+        Some("latest") => Ok(Start::Latest),
+        Some(step) => step.parse().map(Start::Step).map_err(|_| {
+            let expected = "a step that is committed";
+            Error::input("arguments", "--resume", expected, step, "write --resume or --resume=100")
+        }),
+    }
+}
+
+fn read_config(arguments: &TrainArguments) -> Result<RunConfig> {
+    if let Some(directory) = &arguments.quickstart {
+        return quickstart::write(directory, &arguments.sets);
+    }
+    let run = arguments.run.clone().expect("clap asks for one of the two");
+    crate::RunFile { run, sets: arguments.sets.clone() }.read()
+}
+
+fn describe(run: &Run) -> Result<()> {
+    let stats = run.dataset.stats();
+    say(&format!(
+        "model: {} parameters, {} blocks of {}, vocabulary {}, {:?}",
+        count_text(run.spec.parameters()),
+        run.spec.blocks,
+        run.spec.hidden,
+        run.spec.vocab_size,
+        run.spec.family,
+    ))?;
+    say(&format!(
+        "data: {} rows, {} tokens, {} of them trained on; {} sequences of at most {} an epoch, \
+         {:.1} % full",
+        stats.rows,
+        stats.tokens,
+        stats.targets,
+        run.sequences(),
+        run.config.data.seq_len,
+        100.0 * run.packing_efficiency(),
+    ))?;
+    let train = &run.config.train;
+    say(&format!(
+        "steps: {}, each {} micro-batches of {} sequences",
+        run.total_steps, train.micro_batches, train.micro_batch
+    ))
+}
+
+/// Unigram entropy of the evaluation targets: what a guess without context loses.
+fn held_out_entropy(run: &Run) -> Option<f64> {
+    let targets: Vec<u32> = run
+        .eval
+        .iter()
+        .flat_map(|micro| micro.targets.iter().copied())
+        .filter(|target| *target != terrace::data::IGNORE)
+        .collect();
+    (!targets.is_empty()).then(|| unigram_entropy(&targets))
+}
+
+/// All steps that are left, with evaluations and commits between them.
+fn steps(
+    trainer: &mut Trainer,
+    prediction: &Prediction,
+    entropy: Option<f64>,
+    signal: &AtomicI32,
+) -> Result<()> {
+    let total = trainer.run().total_steps;
+    let console = Console::new(total, trainer.steps_done(), prediction);
+    if let Some(entropy) = entropy {
+        console.line(&format!("unigram entropy of the held-out text: {entropy:.4} nats"))?;
+    }
+    if trainer.run().config.checkpoint.every == 0 {
+        console.line("warning: checkpoint.every = 0: nothing of this run survives a crash")?;
+    }
+    while trainer.steps_done() < total && signal.load(Ordering::Relaxed) == 0 {
+        let report = trainer.step()?;
+        console.step(&report)?;
+        if trainer.evaluation_is_due() || report.step == total {
+            evaluate(trainer, &console)?;
+        }
+        if trainer.commit_is_due() {
+            commit(trainer, &console)?;
+        }
+    }
+    if signal.load(Ordering::Relaxed) != 0 {
+        console.line("signal: the step is complete; committing before the end")?;
+    }
+    commit(trainer, &console)?;
+    console.bar.finish_and_clear();
+    Ok(())
+}
+
+fn evaluate(trainer: &mut Trainer, console: &Console) -> Result<()> {
+    let step = trainer.steps_done();
+    if let Some(loss) = trainer.evaluate()? {
+        let perplexity = loss.exp();
+        console.line(&format!(
+            "step {step}: held-out loss {loss:.4} nats, perplexity {perplexity:.2}"
+        ))?;
+    }
+    Ok(())
+}
+
+fn commit(trainer: &mut Trainer, console: &Console) -> Result<()> {
+    let step = trainer.steps_done();
+    if let Some(seconds) = trainer.commit()? {
+        console.line(&format!("step {step}: committed in {seconds:.2} s"))?;
+    }
+    Ok(())
+}
+
+/// A bar on a terminal, plain lines elsewhere.
+struct Console {
+    bar: ProgressBar,
+    terminal: bool,
+    total: u64,
+    started: Instant,
+    first: u64,
+    light_seconds: f64,
+    flops: f64,
+}
+
+impl Console {
+    fn new(total: u64, done: u64, prediction: &Prediction) -> Console {
+        let terminal = std::io::stderr().is_terminal();
+        let bar = if terminal { ProgressBar::new(total) } else { ProgressBar::hidden() };
+        let style = "{bar:24} {pos}/{len} {msg} [{elapsed} < {eta}]";
+        bar.set_style(ProgressStyle::with_template(style).expect("the template is constant"));
+        bar.set_position(done);
+        bar.reset_eta();
+        let light_seconds = prediction.light_seconds(true);
+        let flops = prediction.executed_flops;
+        Console { bar, terminal, total, started: Instant::now(), first: done, light_seconds, flops }
+    }
+
+    fn line(&self, line: &str) -> Result<()> {
+        self.bar.suspend(|| say(line))
+    }
+
+    fn step(&self, report: &StepReport) -> Result<()> {
+        let message = format!(
+            "loss {:.4} norm {:.3} lr {:.2e} {:.0} tok/s {:.3} TFLOPS {:.0} % of light time",
+            report.loss,
+            report.grad_norm,
+            report.learning_rate,
+            report.tokens_per_second(),
+            self.flops / report.step_seconds / 1e12,
+            100.0 * self.light_seconds / report.step_seconds,
+        );
+        if self.terminal {
+            self.bar.set_message(message);
+            self.bar.set_position(report.step);
+            return Ok(());
+        }
+        // Every step of a short run; about a hundred lines of a long one.
+        let every = (self.total / 100).max(1);
+        if report.step % every == 0 || report.step == self.total {
+            let done = (report.step - self.first) as f64;
+            let left = (self.total - report.step) as f64;
+            let left_seconds = self.started.elapsed().as_secs_f64() / done * left;
+            say(&format!("step {}/{}: {message}, {left_seconds:.0} s left", report.step, self.total))?;
+        }
+        Ok(())
+    }
+}
+
+/// A short continuation of the training data's beginning, where there is a tokenizer.
+fn sample(trainer: &mut Trainer) -> Result<()> {
+    const PROMPT: usize = 12;
+    const TOKENS: u64 = 40;
+    let run = trainer.run();
+    let (Some(_), Some(micro)) = (&run.tokenizer, run.eval.first()) else { return Ok(()) };
+    if run.config.data.seq_len < PROMPT as u64 + TOKENS {
+        return Ok(());
+    }
+    let mut tokens: Vec<u32> = micro.tokens.iter().copied().take(PROMPT).collect();
+    let prompt = tokens.len();
+    let ends = run.spec.eos_token_ids.clone();
+    let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: run.config.train.seed };
+    generate(trainer.engine(), &mut tokens, TOKENS, &ends, sampling, |_| Ok(true))?;
+    let tokenizer = trainer.run().tokenizer.as_ref().expect("seen above");
+    say(&format!(
+        "sample: {:?} → {:?}",
+        tokenizer.decode(&tokens[..prompt], false)?,
+        tokenizer.decode(&tokens[prompt..], true)?
+    ))
+}
