@@ -1,0 +1,148 @@
+//! A store's directory: its lock, its file, its space.
+//!
+//! - One process a directory, by the kernel's lock on an open file: it ends with its holder,
+//!   however that ends. The process id within is information only.
+//! - Directories are made 0700, files 0600; links are not followed; one that everybody may write
+//!   is refused.
+//! - Space is reserved when a file is made, and a full disk refused there.
+
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+
+use super::sys;
+use crate::error::{Error, Result};
+
+/// Makes the directory if it is not there and checks it.
+pub(super) fn prepare(directory: &Path) -> Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)
+        .map_err(|e| Error::io("create", directory, e))?;
+    let found =
+        std::fs::symlink_metadata(directory).map_err(|e| Error::io("look at", directory, e))?;
+    let refused = |expected: &str, got: &str| {
+        Err(Error::input(
+            "store directory",
+            directory.display().to_string(),
+            expected,
+            got,
+            "name another directory",
+        ))
+    };
+    if found.file_type().is_symlink() {
+        return refused("a directory", "a symbolic link");
+    }
+    let mode = found.permissions().mode();
+    if mode & 0o002 != 0 && mode & 0o1000 == 0 {
+        return refused("one that only its owner writes", "one that everybody may write");
+    }
+    Ok(())
+}
+
+/// Takes the directory's lock, named `name`, for the life of the file returned.
+pub(super) fn lock(directory: &Path, name: &str) -> Result<File> {
+    let path = directory.join(name);
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC)
+        .open(&path)
+        .map_err(|e| Error::io("open", &path, e))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            let mut text = String::new();
+            (&file).take(20).read_to_string(&mut text).ok();
+            return Err(Error::Busy {
+                path: directory.to_path_buf(),
+                pid: text.trim().parse().unwrap_or(0),
+            });
+        }
+        Err(TryLockError::Error(source)) => return Err(Error::io("lock", &path, source)),
+    }
+    let mut note = || {
+        file.set_len(0)?;
+        file.rewind()?;
+        writeln!(file, "{}", std::process::id())
+    };
+    // On a full disk the lock holds all the same; only the holder's name is missing.
+    note().ok();
+    Ok(file)
+}
+
+/// Opens a store's file, newly made if `fresh`. A link is refused.
+pub(super) fn open_file(path: &Path, direct: bool, fresh: bool) -> io::Result<File> {
+    let direct = if direct { libc::O_DIRECT } else { 0 };
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(fresh)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | direct)
+        .open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    Ok(file)
+}
+
+/// A file of one page without a name, for the probe.
+pub(super) fn trial_file(directory: &Path, direct: bool) -> io::Result<File> {
+    let path = directory.join(format!(".trial.{}", std::process::id()));
+    std::fs::remove_file(&path).ok();
+    let opened = open_file(&path, direct, true);
+    // A refused O_DIRECT leaves the file behind on some file systems.
+    std::fs::remove_file(&path).ok();
+    opened
+}
+
+/// Reserves `bytes` for the new file at `path`, or says how many are missing.
+pub(super) fn reserve(
+    file: &File,
+    path: &Path,
+    bytes: u64,
+    tier: &'static str,
+    remedy: &str,
+) -> Result<()> {
+    let free = sys::free_bytes(path);
+    let full = |free: u64| Error::Budget {
+        tier,
+        needed: bytes,
+        budget: free,
+        missing: bytes.saturating_sub(free),
+        remedy: format!("{} is too full; {remedy}", path.display()),
+    };
+    if bytes > free {
+        return Err(full(free));
+    }
+    match sys::reserve(file, bytes) {
+        Ok(()) => Ok(()),
+        // No reservation there (NFS, FUSE): the length is set, and space was looked at above.
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+            file.set_len(bytes).map_err(|e| Error::io("extend", path, e))
+        }
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) => {
+            file.set_len(0).ok();
+            Err(full(sys::free_bytes(path).min(free)))
+        }
+        Err(error) => Err(Error::io("reserve space for", path, error)),
+    }?;
+    let length = file.metadata().map_err(|e| Error::io("look at", path, e))?.size();
+    if length < bytes {
+        return Err(Error::io("reserve space for", path, io::ErrorKind::UnexpectedEof.into()));
+    }
+    Ok(())
+}
+
+/// Makes the directory's entries durable.
+pub(super) fn sync(directory: &Path) -> Result<()> {
+    File::open(directory)
+        .and_then(|opened| opened.sync_all())
+        .map_err(|e| Error::io("flush", directory, e))
+}
