@@ -227,6 +227,11 @@ pub fn checksum(bytes: &[u8]) -> u128 {
     xxhash_rust::xxh3::xxh3_128(bytes)
 }
 
+/// Bytes free to this process on the file system of `path`; 0 where it does not say.
+pub fn free_bytes(path: &std::path::Path) -> u64 {
+    sys::free_bytes(path)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
