@@ -1,4 +1,4 @@
-//! Data: files to rows, rows to tokens, tokens to micro-batches, with a cursor that resumes exactly.
+//! Data: files to rows, rows to tokens, tokens to micro-batches, and a cursor that resumes exactly.
 //!
 //! - A [`Dataset`] is all tokens of its files in file order: 4 bytes and a bit a token, read once.
 //! - Deterministic: the same files, tokenizer and settings give the same tokens on any number of
@@ -395,7 +395,7 @@ impl<'a> Reading<'a> {
         }
         for &trained in trained {
             let index = dataset.stats.tokens;
-            if index % 64 == 0 {
+            if index.is_multiple_of(64) {
                 dataset.trained.push(0);
             }
             let word = dataset
@@ -442,7 +442,8 @@ impl<'a> Reading<'a> {
                     "{} tokens in {} rows, all masked",
                     self.dataset.stats.tokens, self.dataset.stats.rows
                 ),
-                "look at `terrace data preview`: is there a turn of the assistant, or a label that is not -100",
+                "look at `terrace data preview`: is there a turn of the assistant, or a label that is \
+                 not -100",
             ));
         }
         self.dataset.tokens.shrink_to_fit();
