@@ -322,6 +322,9 @@ fn linear_and_its_gradients() {
         (600, 7, 65),
         (37, 1100, 20),
         (530, 530, 9),
+        (70, 300, 128),
+        (20, 70, 1024),
+        (16, 5, 512),
     ];
     for (t, n, k) in shapes {
         let mut desk = Desk::new(t * 7 + n * 3 + k);
