@@ -208,7 +208,11 @@ impl Checkpoints {
 
     /// Steps that are committed, oldest first.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        Ok(self.all()?.into_iter().map(|(_, progress)| progress.step).collect())
+        Ok(self
+            .all()?
+            .into_iter()
+            .map(|(_, progress)| progress.step)
+            .collect())
     }
 
     /// Commits the state that the tiers hold; the lanes stand still.
@@ -218,7 +222,11 @@ impl Checkpoints {
         for layout in tiers.layouts() {
             for section in tiers.sections() {
                 tiers.stream_section(layout.id.layer, section, |extent, bytes| {
-                    let key = crate::store::ExtentKey { tile: layout.id, section, extent };
+                    let key = crate::store::ExtentKey {
+                        tile: layout.id,
+                        section,
+                        extent,
+                    };
                     commit.write(key, bytes)
                 })?;
             }
@@ -248,7 +256,10 @@ impl Checkpoints {
         let steps: Vec<String> = all.iter().map(|(_, p)| p.step.to_string()).collect();
         let found = match step {
             None => all.into_iter().next_back(),
-            Some(step) => all.into_iter().rev().find(|(_, progress)| progress.step == step),
+            Some(step) => all
+                .into_iter()
+                .rev()
+                .find(|(_, progress)| progress.step == step),
         };
         found.ok_or_else(|| {
             Error::input(
@@ -264,7 +275,10 @@ impl Checkpoints {
     fn all(&self) -> Result<Vec<(u64, Progress)>> {
         let read = |generation: u64| {
             let metadata = self.store.metadata(generation)?;
-            Ok((generation, Progress::from_json(&metadata, self.store.path())?))
+            Ok((
+                generation,
+                Progress::from_json(&metadata, self.store.path())?,
+            ))
         };
         self.store.generations().into_iter().map(read).collect()
     }
@@ -306,10 +320,18 @@ impl CommittedWeights {
     /// Opens a checkpoint directory.
     pub fn open(directory: &Path, step: Option<u64>) -> Result<CommittedWeights> {
         let store = CheckpointStore::open_existing(directory)?;
-        let checkpoints = Checkpoints { store, directory: directory.to_path_buf() };
+        let checkpoints = Checkpoints {
+            store,
+            directory: directory.to_path_buf(),
+        };
         let (generation, progress) = checkpoints.find(step)?;
         let ring = own_ring(crate::tile::EXTENT_BYTES_MAX)?;
-        Ok(CommittedWeights { store: checkpoints.store, generation, ring, progress })
+        Ok(CommittedWeights {
+            store: checkpoints.store,
+            generation,
+            ring,
+            progress,
+        })
     }
 
     /// The fp32 masters of an element range of a tile, which may span extents.
@@ -329,7 +351,11 @@ impl CommittedWeights {
             let inside = (at - whole.start) as usize..(end - whole.start) as usize;
             let target = &mut out[(at - elements.start) as usize..(end - elements.start) as usize];
             let read = |section| {
-                let key = crate::store::ExtentKey { tile: layout.id, section, extent };
+                let key = crate::store::ExtentKey {
+                    tile: layout.id,
+                    section,
+                    extent,
+                };
                 self.store.read(self.generation, key, self.ring.take())
             };
             let weight = read(Section::Weight)?;

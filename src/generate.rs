@@ -21,7 +21,11 @@ pub struct Sampling {
 
 impl Sampling {
     /// The most likely token, always.
-    pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
+    pub const GREEDY: Sampling = Sampling {
+        temperature: 0.0,
+        top_p: 1.0,
+        seed: 0,
+    };
 }
 
 /// Extends `tokens` by at most `count`, ending early at one of `ends` (which is not given to
@@ -124,14 +128,21 @@ mod tests {
     fn greedy_takes_the_highest_and_sampling_stays_in_the_nucleus() {
         let logits = [0.0, 3.0, 1.0, 3.0, -2.0];
         assert_eq!(choose(&logits, Sampling::GREEDY, 0), 1);
-        let narrow = Sampling { temperature: 1.0, top_p: 0.8, seed: 7 };
+        let narrow = Sampling {
+            temperature: 1.0,
+            top_p: 0.8,
+            seed: 7,
+        };
         let mut seen = [0; 5];
         for position in 0..2000 {
             seen[choose(&logits, narrow, position) as usize] += 1;
         }
         assert_eq!((seen[0], seen[2], seen[4]), (0, 0, 0));
         assert!(seen[1].abs_diff(seen[3]) < 200, "{seen:?}");
-        let wide = Sampling { top_p: 1.0, ..narrow };
+        let wide = Sampling {
+            top_p: 1.0,
+            ..narrow
+        };
         let drawn: Vec<u32> = (0..2000).map(|at| choose(&logits, wide, at)).collect();
         // P(2) = e / (2e³ + e + 1 + e⁻²) = 0.062.
         let twos = drawn.iter().filter(|id| **id == 2).count();

@@ -55,12 +55,19 @@ impl HostArena {
         if base == libc::MAP_FAILED {
             return Err(refused(std::io::Error::last_os_error()));
         }
-        for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+        for advice in [
+            libc::MADV_HUGEPAGE,
+            libc::MADV_DONTFORK,
+            libc::MADV_DONTDUMP,
+        ] {
             // SAFETY: the range is the mapping just made; advice that is refused is only advice.
             unsafe { libc::madvise(base, length, advice) };
         }
         let base = NonNull::new(base.cast::<u8>()).expect("mmap returned a non-null mapping");
-        let arena = Arc::new(HostArena { base, bytes: length });
+        let arena = Arc::new(HostArena {
+            base,
+            bytes: length,
+        });
         // SAFETY: the mapping is `length` bytes long and nobody else has it yet.
         unsafe { std::ptr::write_bytes(base.as_ptr(), 0, length) };
         Ok(HostCutter { arena, next: 0 })
@@ -88,10 +95,18 @@ impl HostCutter {
     pub fn cut(&mut self, bytes: u64) -> Lease {
         let bytes = usize::try_from(bytes).expect("the arena fits the address space");
         let slot = bytes.next_multiple_of(PAGE_BYTES as usize);
-        assert!(self.next + slot <= self.arena.bytes, "the plan cut more than it took");
+        assert!(
+            self.next + slot <= self.arena.bytes,
+            "the plan cut more than it took"
+        );
         let offset = self.next;
         self.next += slot;
-        Lease { arena: self.arena.clone(), offset, bytes, ring: None }
+        Lease {
+            arena: self.arena.clone(),
+            offset,
+            bytes,
+            ring: None,
+        }
     }
 
     /// The next `count` slabs of `slab_bytes` each, as a ring.
@@ -196,7 +211,12 @@ impl Ring {
     }
 
     fn lease(&self, (offset, bytes): (usize, usize)) -> Lease {
-        Lease { arena: self.arena.clone(), offset, bytes, ring: Some(self.give_back.clone()) }
+        Lease {
+            arena: self.arena.clone(),
+            offset,
+            bytes,
+            ring: Some(self.give_back.clone()),
+        }
     }
 }
 

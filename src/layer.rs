@@ -20,7 +20,11 @@ use crate::tile::{TensorRange, TileLayout};
 
 /// The element range of a tensor, by the end of its name.
 fn range_of(layout: &TileLayout, suffix: &str) -> Option<TensorRange> {
-    layout.tensors.iter().find(|tensor| tensor.name.ends_with(suffix)).cloned()
+    layout
+        .tensors
+        .iter()
+        .find(|tensor| tensor.name.ends_with(suffix))
+        .cloned()
 }
 
 /// The tensor's view in a tile's weights or accumulator that begins at byte `base`.

@@ -23,19 +23,30 @@ impl HostMemory {
             .and_then(|rest| rest.trim().strip_suffix("kB"))
             .and_then(|number| number.trim().parse::<u64>().ok())
             .map_or(0, |kilobytes| kilobytes * 1024);
-        HostMemory { available, cgroup_left: cgroup_left() }
+        HostMemory {
+            available,
+            cgroup_left: cgroup_left(),
+        }
     }
 
     /// min(MemAvailable, cgroup limit − use) less max(2 GiB, 10 %); at least a sixteenth of it.
     pub fn auto(&self) -> u64 {
-        let least = self.cgroup_left.map_or(self.available, |left| left.min(self.available));
+        let least = self
+            .cgroup_left
+            .map_or(self.available, |left| left.min(self.available));
         let reserve = (2u64 << 30).max(least / 10);
         least.saturating_sub(reserve).max(least / 16)
     }
 }
 
 fn cgroup_left() -> Option<u64> {
-    let number = |path: &Path| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let number = |path: &Path| {
+        std::fs::read_to_string(path)
+            .ok()?
+            .trim()
+            .parse::<u64>()
+            .ok()
+    };
     let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mut left: Option<u64> = None;
     for line in own.lines() {
@@ -43,17 +54,25 @@ fn cgroup_left() -> Option<u64> {
         let (_, controllers, path) = (fields.next(), fields.next()?, fields.next()?);
         let (root, limit, usage) = if controllers.is_empty() {
             ("/sys/fs/cgroup", "memory.max", "memory.current")
-        } else if controllers.split(',').any(|controller| controller == "memory") {
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+        } else if controllers
+            .split(',')
+            .any(|controller| controller == "memory")
+        {
+            (
+                "/sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
         } else {
             continue;
         };
         // The limit of any ancestor binds; in a container the path may not exist, the root does.
         let mut directory = Path::new(root).join(path.trim_start_matches('/'));
         loop {
-            if let (Some(limit), Some(usage)) =
-                (number(&directory.join(limit)), number(&directory.join(usage)))
-            {
+            if let (Some(limit), Some(usage)) = (
+                number(&directory.join(limit)),
+                number(&directory.join(usage)),
+            ) {
                 // v1 writes "no limit" as a number near 2^63.
                 if limit < 1 << 60 {
                     let here = limit.saturating_sub(usage);
@@ -98,7 +117,9 @@ pub fn storage_bytes() -> (u64, u64) {
 
 /// Free bytes of the file system that holds `path`, or its nearest existing ancestor.
 pub fn free_bytes(path: &Path) -> u64 {
-    let Ok(mut place) = std::path::absolute(path) else { return 0 };
+    let Ok(mut place) = std::path::absolute(path) else {
+        return 0;
+    };
     while !place.exists() && place.pop() {}
     crate::store::free_bytes(&place)
 }

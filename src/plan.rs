@@ -34,12 +34,20 @@ pub struct DeviceProfile {
 impl DeviceProfile {
     /// The CPU device: f32 activations.
     pub fn cpu() -> DeviceProfile {
-        DeviceProfile { name: "cpu".to_string(), activation_bytes: 4, converts_bf16: true }
+        DeviceProfile {
+            name: "cpu".to_string(),
+            activation_bytes: 4,
+            converts_bf16: true,
+        }
     }
 
     /// A CUDA device: bf16 activations and arithmetic on bf16 weights.
     pub fn cuda(name: &str) -> DeviceProfile {
-        DeviceProfile { name: name.to_string(), activation_bytes: 2, converts_bf16: false }
+        DeviceProfile {
+            name: name.to_string(),
+            activation_bytes: 2,
+            converts_bf16: false,
+        }
     }
 }
 
@@ -89,7 +97,9 @@ impl TilePlan {
 
     /// Sections that are spilled, in order.
     pub fn spilled(&self) -> impl Iterator<Item = Section> + '_ {
-        Section::ALL.into_iter().filter(|s| self.homes[*s as usize] == Some(Home::Store))
+        Section::ALL
+            .into_iter()
+            .filter(|s| self.homes[*s as usize] == Some(Home::Store))
     }
 }
 
@@ -201,7 +211,10 @@ impl Plan {
         let tiles = place_sections(layouts, precision, &mut host, budgets, purpose)?;
         let spilled_bytes: u64 = tiles
             .iter()
-            .flat_map(|tile| tile.spilled().map(|s| extents_bytes(&tile.layout, s, precision)))
+            .flat_map(|tile| {
+                tile.spilled()
+                    .map(|s| extents_bytes(&tile.layout, s, precision))
+            })
             .sum();
         let state_bytes: u64 = tiles
             .iter()
@@ -307,7 +320,12 @@ fn plan_device(
                 "even one micro-batch needs {} bytes, {} of them for one layer's weights and \
                  gradients: lower train.micro_batch or data.seq_len, or raise memory.device",
                 fixed + per_micro,
-                least.parts.iter().take(3).map(|(_, bytes)| bytes).sum::<u64>()
+                least
+                    .parts
+                    .iter()
+                    .take(3)
+                    .map(|(_, bytes)| bytes)
+                    .sum::<u64>()
             )
         };
         return Err(Error::Budget {
@@ -322,7 +340,9 @@ fn plan_device(
     let all = (0..spec.blocks).flat_map(|block| {
         (0..micros).map(move |micro| (block, u32::try_from(micro).expect("micros are capped")))
     });
-    let kept = all.skip(usize::try_from(pairs - shape.kept).expect("pairs are capped")).collect();
+    let kept = all
+        .skip(usize::try_from(pairs - shape.kept).expect("pairs are capped"))
+        .collect();
     Ok((map, kept))
 }
 
@@ -336,19 +356,37 @@ fn host_pools(
 ) -> HostMap {
     let slot =
         |layout: &TileLayout| (layout.elements * gradient_bytes).next_multiple_of(PAGE_BYTES);
-    let (wide, blocks): (Vec<_>, Vec<_>) =
-        layouts.iter().enumerate().partition(|(i, _)| *i == 0 || i + 1 == layouts.len());
+    let (wide, blocks): (Vec<_>, Vec<_>) = layouts
+        .iter()
+        .enumerate()
+        .partition(|(i, _)| *i == 0 || i + 1 == layouts.len());
     let (gradients, gradient_slots) = if clipping {
         (layouts.iter().map(slot).sum(), GradientSlots::PerTile)
     } else {
-        let block = blocks.iter().map(|(_, layout)| slot(layout)).max().unwrap_or(0);
-        let wide = wide.iter().map(|(_, layout)| slot(layout)).max().unwrap_or(0);
+        let block = blocks
+            .iter()
+            .map(|(_, layout)| slot(layout))
+            .max()
+            .unwrap_or(0);
+        let wide = wide
+            .iter()
+            .map(|(_, layout)| slot(layout))
+            .max()
+            .unwrap_or(0);
         (2 * block + wide, GradientSlots::Shared)
     };
-    let longest = layouts.iter().map(|layout| layout.elements).max().unwrap_or(0);
-    let widest = Section::present(precision).map(|s| s.element_bytes(precision)).max().unwrap_or(4);
-    let slab_bytes =
-        (longest.min(EXTENT_ELEMENTS) * widest).next_multiple_of(PAGE_BYTES).min(EXTENT_BYTES_MAX);
+    let longest = layouts
+        .iter()
+        .map(|layout| layout.elements)
+        .max()
+        .unwrap_or(0);
+    let widest = Section::present(precision)
+        .map(|s| s.element_bytes(precision))
+        .max()
+        .unwrap_or(4);
+    let slab_bytes = (longest.min(EXTENT_ELEMENTS) * widest)
+        .next_multiple_of(PAGE_BYTES)
+        .min(EXTENT_BYTES_MAX);
     let slabs = config.memory.slabs;
     HostMap {
         homes: 0,
@@ -375,15 +413,26 @@ fn place_sections(
     };
     let mut tiles: Vec<TilePlan> = layouts
         .into_iter()
-        .map(|layout| TilePlan { layout, homes: Section::ALL.map(present) })
+        .map(|layout| TilePlan {
+            layout,
+            homes: Section::ALL.map(present),
+        })
         .collect();
     let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
-    let held = Section::ALL.into_iter().filter(|section| present(*section).is_some());
+    let held = Section::ALL
+        .into_iter()
+        .filter(|section| present(*section).is_some());
     let held: Vec<Section> = held.collect();
-    let all: u64 = tiles.iter().flat_map(|tile| held.iter().map(|s| slot(tile, *s))).sum();
+    let all: u64 = tiles
+        .iter()
+        .flat_map(|tile| held.iter().map(|s| slot(tile, *s)))
+        .sum();
     let mut overflow = (host.bytes + all).saturating_sub(budgets.host);
-    let groups: [&[Section]; 3] =
-        [&[Section::Moment2, Section::Moment1], &[Section::Residual], &[Section::Weight]];
+    let groups: [&[Section]; 3] = [
+        &[Section::Moment2, Section::Moment1],
+        &[Section::Residual],
+        &[Section::Weight],
+    ];
     let mut homes = all;
     for sections in groups {
         // Last layers first: the update reads them last.
@@ -440,7 +489,10 @@ fn refuse_overflow(
     }
     let needed: u64 = tiles
         .iter()
-        .flat_map(|tile| tile.spilled().map(|s| extents_bytes(&tile.layout, s, precision)))
+        .flat_map(|tile| {
+            tile.spilled()
+                .map(|s| extents_bytes(&tile.layout, s, precision))
+        })
         .sum();
     if needed > budgets.store {
         return Err(Error::Budget {

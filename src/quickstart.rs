@@ -74,8 +74,14 @@ pub fn write(directory: &Path, sets: &[String]) -> Result<RunConfig> {
     }
     let mut files = vec![
         ("model/config.json", format!("{model:#}\n").into_bytes()),
-        ("data/train.txt", quickstart::train_text().as_bytes().to_vec()),
-        ("data/held-out.txt", quickstart::held_out_text().as_bytes().to_vec()),
+        (
+            "data/train.txt",
+            quickstart::train_text().as_bytes().to_vec(),
+        ),
+        (
+            "data/held-out.txt",
+            quickstart::held_out_text().as_bytes().to_vec(),
+        ),
     ];
     for (name, bytes) in quickstart::tokenizer_files() {
         files.push(match name {
@@ -97,5 +103,7 @@ pub fn write(directory: &Path, sets: &[String]) -> Result<RunConfig> {
 
 fn quickstart_eos() -> Result<u32> {
     let tokenizer = quickstart::tokenizer()?;
-    Ok(tokenizer.eos().expect("the embedded tokenizer has an end of text"))
+    Ok(tokenizer
+        .eos()
+        .expect("the embedded tokenizer has an end of text"))
 }

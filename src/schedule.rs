@@ -240,7 +240,10 @@ impl Schedule {
 
     /// Index of the last action equal to `action`.
     pub fn index_of(&self, action: Action) -> Option<u32> {
-        let index = self.actions.iter().rposition(|scheduled| scheduled.action == action)?;
+        let index = self
+            .actions
+            .iter()
+            .rposition(|scheduled| scheduled.action == action)?;
         Some(u32::try_from(index).expect("a schedule has fewer than 2^32 actions"))
     }
 }
@@ -263,7 +266,11 @@ impl<'a> Builder<'a> {
         Builder {
             plan,
             head: plan.layer_count() - 1,
-            schedule: Schedule { form, micros, actions: Vec::new() },
+            schedule: Schedule {
+                form,
+                micros,
+                actions: Vec::new(),
+            },
             promoted: vec![None; layers],
             used: vec![None; plan.map.buffers.len()],
             demoted: vec![None; layers],
@@ -273,8 +280,15 @@ impl<'a> Builder<'a> {
 
     fn push(&mut self, lane: Lane, action: Action, after: &[Option<u32>]) -> u32 {
         let index = u32::try_from(self.schedule.actions.len()).expect("fewer than 2^32 actions");
-        let after = after.iter().flatten().map(|&action| After { action, previous: false });
-        self.schedule.actions.push(ScheduledAction { action, lane, after: after.collect() });
+        let after = after.iter().flatten().map(|&action| After {
+            action,
+            previous: false,
+        });
+        self.schedule.actions.push(ScheduledAction {
+            action,
+            lane,
+            after: after.collect(),
+        });
         index
     }
 
@@ -349,14 +363,31 @@ impl<'a> Builder<'a> {
 
     fn loss(&mut self) {
         let head = self.head;
-        let action = Action::Promote { layer: head, buffer: Buffer::Head };
+        let action = Action::Promote {
+            layer: head,
+            buffer: Buffer::Head,
+        };
         self.promoted[usize::from(head)] = Some(self.push(Lane::Up, action, &[]));
         if self.trains() {
             let accumulator = Accumulator::Head;
-            self.push(Lane::Compute, Action::Clear { layer: head, accumulator }, &[]);
+            self.push(
+                Lane::Compute,
+                Action::Clear {
+                    layer: head,
+                    accumulator,
+                },
+                &[],
+            );
             if self.plan.tied {
                 let accumulator = Accumulator::Embed;
-                self.push(Lane::Compute, Action::Clear { layer: 0, accumulator }, &[]);
+                self.push(
+                    Lane::Compute,
+                    Action::Clear {
+                        layer: 0,
+                        accumulator,
+                    },
+                    &[],
+                );
             }
         }
         self.bind(head, Buffer::Head);
@@ -383,15 +414,23 @@ impl<'a> Builder<'a> {
             GradientSlot::Tile(_) => None,
             GradientSlot::Block(_) if layer + 2 < self.head => self.updated[usize::from(layer) + 2],
             GradientSlot::Block(_) => None,
-            GradientSlot::Wide => {
-                (layer == 0).then(|| self.updated[usize::from(self.head)]).flatten()
-            }
+            GradientSlot::Wide => (layer == 0)
+                .then(|| self.updated[usize::from(self.head)])
+                .flatten(),
         };
-        let action = Action::Demote { layer, accumulator, slot };
+        let action = Action::Demote {
+            layer,
+            accumulator,
+            slot,
+        };
         let demoted = self.push(Lane::Down, action, &[Some(finished), consumed]);
         self.demoted[usize::from(layer)] = Some(demoted);
         if !self.plan.clipping {
-            let updated = self.push(Lane::Update, Action::Update { layer, slot }, &[Some(demoted)]);
+            let updated = self.push(
+                Lane::Update,
+                Action::Update { layer, slot },
+                &[Some(demoted)],
+            );
             self.updated[usize::from(layer)] = Some(updated);
         }
     }
@@ -411,7 +450,12 @@ impl<'a> Builder<'a> {
             let mut last = self.bind(layer, buffer);
             for micro in 0..self.schedule.micros {
                 let kept = self.plan.kept_slot(layer - 1, micro);
-                let action = Action::Backward { layer, micro, kept, accumulator };
+                let action = Action::Backward {
+                    layer,
+                    micro,
+                    kept,
+                    accumulator,
+                };
                 last = self.push(Lane::Compute, action, &[]);
             }
             let buffer = self.buffer_index(layer);
@@ -419,7 +463,10 @@ impl<'a> Builder<'a> {
             self.finish(layer);
         }
         if !self.plan.tied {
-            let action = Action::Clear { layer: 0, accumulator: Accumulator::Embed };
+            let action = Action::Clear {
+                layer: 0,
+                accumulator: Accumulator::Embed,
+            };
             let demoted = self.demoted[usize::from(self.head)];
             self.push(Lane::Compute, action, &[demoted]);
         }
@@ -464,12 +511,20 @@ impl<'a> Builder<'a> {
                     link(self.updated[0]);
                     let first = self.accumulator(1);
                     let kept = self.plan.kept_slot(0, micro);
-                    link(index(Action::Backward { layer: 1, micro, kept, accumulator: first }));
+                    link(index(Action::Backward {
+                        layer: 1,
+                        micro,
+                        kept,
+                        accumulator: first,
+                    }));
                     if !self.trains() {
                         link(last_of_head);
                     }
                 }
-                Action::Promote { layer, buffer: Buffer::Block(_) } => {
+                Action::Promote {
+                    layer,
+                    buffer: Buffer::Block(_),
+                } => {
                     link(self.updated[usize::from(layer)]);
                     let buffer = self.buffer_index(layer);
                     if !buffers_seen[buffer] {
@@ -477,25 +532,37 @@ impl<'a> Builder<'a> {
                         buffers_seen[buffer] = true;
                     }
                 }
-                Action::Promote { layer, buffer: Buffer::Head } => {
+                Action::Promote {
+                    layer,
+                    buffer: Buffer::Head,
+                } => {
                     link(self.updated[usize::from(layer)]);
                     link(last_of_head);
                     if self.plan.tied {
                         link(self.updated[0]);
                     }
                 }
-                Action::Clear { accumulator: Accumulator::Block(_), .. } => {
+                Action::Clear {
+                    accumulator: Accumulator::Block(_),
+                    ..
+                } => {
                     // The last two blocks of the step before hold the two accumulators.
                     blocks_cleared += 1;
                     if blocks_cleared <= 2 {
                         link(self.last_demote(scheduled.action));
                     }
                 }
-                Action::Clear { accumulator: Accumulator::Head, layer } => {
+                Action::Clear {
+                    accumulator: Accumulator::Head,
+                    layer,
+                } => {
                     let holder = if self.plan.tied { layer } else { 0 };
                     link(self.demoted[usize::from(holder)]);
                 }
-                Action::Clear { accumulator: Accumulator::Embed, .. } => {
+                Action::Clear {
+                    accumulator: Accumulator::Embed,
+                    ..
+                } => {
                     link(self.demoted[0]);
                 }
                 Action::Demote { slot, .. } => link(self.last_update(slot)),
@@ -503,7 +570,10 @@ impl<'a> Builder<'a> {
             }
         }
         for (at, action) in links {
-            self.schedule.actions[at].after.push(After { action, previous: true });
+            self.schedule.actions[at].after.push(After {
+                action,
+                previous: true,
+            });
         }
     }
 

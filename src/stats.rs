@@ -38,8 +38,12 @@ pub enum Wait {
 }
 
 /// Names of the waits, as metrics.jsonl has them.
-pub const WAIT_NAMES: [&str; 4] =
-    ["compute_for_weights", "compute_for_demote", "promote_for_update", "update_for_store"];
+pub const WAIT_NAMES: [&str; 4] = [
+    "compute_for_weights",
+    "compute_for_demote",
+    "promote_for_update",
+    "update_for_store",
+];
 /// Names of the hops, as metrics.jsonl has them.
 pub const HOP_NAMES: [&str; 4] = ["promote", "demote", "store_read", "store_write"];
 
@@ -118,7 +122,8 @@ impl Stats {
     /// Adds time of AdamW's arithmetic.
     pub fn updated(&self, time: Duration) {
         let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.update_nanoseconds.fetch_add(nanoseconds, Ordering::Relaxed);
+        self.update_nanoseconds
+            .fetch_add(nanoseconds, Ordering::Relaxed);
     }
 
     /// Records an action that began at `start` and ends now, if a trace is kept.
@@ -128,7 +133,12 @@ impl Stats {
         if events.len() < TRACE_EVENTS_MAX {
             let length = start.elapsed();
             let start = start.saturating_duration_since(self.started);
-            events.push(TraceEvent { lane, name: name(), start, length });
+            events.push(TraceEvent {
+                lane,
+                name: name(),
+                start,
+                length,
+            });
         }
     }
 

@@ -129,7 +129,12 @@ impl Engine {
             last_commit: Mutex::new("there is no commit yet".to_string()),
         });
         shared.write_rope_table(spec);
-        let mut engine = Engine { shared, lanes: Vec::new(), train: None, forward: None };
+        let mut engine = Engine {
+            shared,
+            lanes: Vec::new(),
+            train: None,
+            forward: None,
+        };
         if engine.shared.plan.map.shape.trains {
             engine.train = Some(engine.track(Schedule::train(&engine.shared.plan)));
         }
@@ -146,8 +151,15 @@ impl Engine {
     }
 
     fn track(&self, schedule: Schedule) -> Track {
-        let progress = Arc::new(Progress::new(schedule.actions.len(), self.shared.failure.clone()));
-        Track { schedule: Arc::new(schedule), progress, number: 0 }
+        let progress = Arc::new(Progress::new(
+            schedule.actions.len(),
+            self.shared.failure.clone(),
+        ));
+        Track {
+            schedule: Arc::new(schedule),
+            progress,
+            number: 0,
+        }
     }
 
     /// The plan that the engine runs.
@@ -162,7 +174,11 @@ impl Engine {
 
     /// Names the last commit, for the error of a non-finite step.
     pub fn set_last_commit(&self, name: String) {
-        *self.shared.last_commit.lock().unwrap_or_else(PoisonError::into_inner) = name;
+        *self
+            .shared
+            .last_commit
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = name;
     }
 
     /// One training step over the plan's micro-batches. Returns when loss and norm are known.
@@ -171,14 +187,23 @@ impl Engine {
         assert_eq!(micros.len() as u64, self.shared.plan.map.shape.micros);
         let pass = Self::next_pass(self.train.as_mut(), micros, Some(settings));
         let data = &pass.data;
-        let tokens = data.micros.iter().map(|micro| micro.tokens.len() as u64).sum();
+        let tokens = data
+            .micros
+            .iter()
+            .map(|micro| micro.tokens.len() as u64)
+            .sum();
         let targets = data.targets;
         assert!(targets > 0, "batches refuse a step without targets");
         self.run(&pass)?;
         let losses = data.losses.lock().unwrap_or_else(PoisonError::into_inner);
         let grad_norm = *data.grad_norm.get().expect("the compute lane has ended");
         let loss = losses.iter().sum::<f64>() / targets as f64;
-        Ok(StepResult { loss, grad_norm, tokens, targets })
+        Ok(StepResult {
+            loss,
+            grad_norm,
+            tokens,
+            targets,
+        })
     }
 
     /// Sum of losses and count of targets of at most the plan's micro-batches; nothing changes.
@@ -186,7 +211,11 @@ impl Engine {
         let pass = self.forward_pass(Form::Evaluate, micros)?;
         self.run(&pass)?;
         self.drain()?;
-        let losses = pass.data.losses.lock().unwrap_or_else(PoisonError::into_inner);
+        let losses = pass
+            .data
+            .losses
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         Ok((losses.iter().sum(), pass.data.targets))
     }
 
@@ -195,7 +224,11 @@ impl Engine {
         let pass = self.forward_pass(Form::Generate, micros)?;
         self.run(&pass)?;
         self.drain()?;
-        let mut logits = pass.data.logits.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut logits = pass
+            .data
+            .logits
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         Ok(std::mem::take(&mut *logits))
     }
 
@@ -225,7 +258,11 @@ impl Engine {
     ) -> Arc<Pass> {
         let track = track.expect("the plan has this form");
         track.number += 1;
-        let targets = micros.iter().flat_map(|m| &m.targets).filter(|t| **t != IGNORE).count();
+        let targets = micros
+            .iter()
+            .flat_map(|m| &m.targets)
+            .filter(|t| **t != IGNORE)
+            .count();
         let adamw = OnceLock::new();
         if let Some(settings) = settings.filter(|settings| settings.max_grad_norm == 0.0) {
             adamw.set(settings.adamw(1.0)).expect("the lock is new");
@@ -235,7 +272,11 @@ impl Engine {
                 .iter()
                 .map(|micro| {
                     let (ids, starts, positions) = sorted_tokens(&micro.tokens);
-                    SortedTokens { ids, starts, positions }
+                    SortedTokens {
+                        ids,
+                        starts,
+                        positions,
+                    }
                 })
                 .collect()
         } else {
@@ -266,7 +307,9 @@ impl Engine {
             sender.send(pass.clone()).ok();
         }
         lanes::walk(&self.shared, Lane::Compute, pass, |index, action| {
-            self.shared.compute(pass, action).inspect(|()| pass.progress.mark(index, pass.number))
+            self.shared
+                .compute(pass, action)
+                .inspect(|()| pass.progress.mark(index, pass.number))
         })
         .map_err(|error| self.shared.failure.first_or(error))
     }
@@ -278,7 +321,9 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        self.shared.failure.set(Error::StoreFailed { first: "the run has ended".to_string() });
+        self.shared.failure.set(Error::StoreFailed {
+            first: "the run has ended".to_string(),
+        });
         for track in self.train.iter().chain(&self.forward) {
             track.progress.wake();
         }
@@ -291,7 +336,14 @@ impl Drop for Engine {
 
 impl StepSettings {
     fn adamw(&self, grad_scale: f32) -> AdamwStep {
-        let StepSettings { step, learning_rate, betas, eps, weight_decay, .. } = *self;
+        let StepSettings {
+            step,
+            learning_rate,
+            betas,
+            eps,
+            weight_decay,
+            ..
+        } = *self;
         AdamwStep::new(learning_rate, betas, eps, weight_decay, step, grad_scale)
     }
 }
@@ -303,7 +355,9 @@ impl Shared {
         let seq_len = self.plan.map.shape.seq_len;
         let mut table = Vec::with_capacity((seq_len * spec.head_dim) as usize);
         for position in 0..seq_len {
-            let angles = frequencies.iter().map(|frequency| position as f32 * frequency);
+            let angles = frequencies
+                .iter()
+                .map(|frequency| position as f32 * frequency);
             table.extend(angles.clone().map(|angle| angle.cos() * scale));
             table.extend(angles.map(|angle| angle.sin() * scale));
         }
@@ -317,26 +371,40 @@ impl Shared {
             step: pass.data.settings.map_or(0, |settings| settings.step),
             what,
             value: value.to_string(),
-            last_commit: self.last_commit.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            last_commit: self
+                .last_commit
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone(),
         }
     }
 
     /// Global norm from the tiles' in tile order; sets the factor that clips it.
     fn clip(&self, pass: &Pass) -> Result<()> {
-        let settings = pass.data.settings.expect("only training passes have a norm");
+        let settings = pass
+            .data
+            .settings
+            .expect("only training passes have a norm");
         let norm = pass.global_norm();
         if !norm.is_finite() {
             return Err(self.non_finite(pass, "gradient norm".to_string(), norm));
         }
         let scale = clip_coefficient(norm, settings.max_grad_norm);
-        pass.data.adamw.set(settings.adamw(scale)).expect("a step is clipped once");
+        pass.data
+            .adamw
+            .set(settings.adamw(scale))
+            .expect("a step is clipped once");
         Ok(())
     }
 }
 
 impl Pass {
     fn global_norm(&self) -> f64 {
-        let norms = self.data.norms.lock().unwrap_or_else(PoisonError::into_inner);
+        let norms = self
+            .data
+            .norms
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         norms.iter().sum::<f64>().sqrt()
     }
 

@@ -90,9 +90,20 @@ impl Run {
             train.micro_batches,
             train.seed,
         )?;
-        let epochs = train.epochs.map_or(0, |epochs| batches.steps_of_epochs(epochs));
+        let epochs = train
+            .epochs
+            .map_or(0, |epochs| batches.steps_of_epochs(epochs));
         let total_steps = train.steps.unwrap_or(epochs);
-        Ok(Run { config, spec, model_json, tokenizer, dataset, eval, total_steps, batches })
+        Ok(Run {
+            config,
+            spec,
+            model_json,
+            tokenizer,
+            dataset,
+            eval,
+            total_steps,
+            batches,
+        })
     }
 
     /// Tokens of an epoch's sequences a place in them: 1 where each is `seq_len` long.
@@ -129,7 +140,11 @@ pub fn model_dir(config: &RunConfig) -> Result<&Path> {
 
 /// Where a configuration's commits go.
 pub fn checkpoint_dir(config: &RunConfig) -> PathBuf {
-    config.checkpoint.dir.clone().unwrap_or_else(|| config.log.dir.join("checkpoint"))
+    config
+        .checkpoint
+        .dir
+        .clone()
+        .unwrap_or_else(|| config.log.dir.join("checkpoint"))
 }
 
 /// A run under way.
@@ -167,7 +182,12 @@ impl Trainer {
         let tiers = engine.tiers();
         let mut checkpoints = match run.config.checkpoint.every {
             0 if start == Start::Fresh => None,
-            _ => Some(Checkpoints::open(&run.config, &run.spec, tiers, start == Start::Fresh)?),
+            _ => Some(Checkpoints::open(
+                &run.config,
+                &run.spec,
+                tiers,
+                start == Start::Fresh,
+            )?),
         };
         let (mut step, mut tokens) = (0, 0);
         let mut batches_at = None;
@@ -180,7 +200,11 @@ impl Trainer {
                 })?;
             }
             (start, Some(checkpoints)) => {
-                let wanted = if let Start::Step(step) = start { Some(step) } else { None };
+                let wanted = if let Start::Step(step) = start {
+                    Some(step)
+                } else {
+                    None
+                };
                 let progress = checkpoints.restore(tiers, wanted)?;
                 notes.extend(progress.changes(&run.config, &run.dataset, resume_changed)?);
                 (step, tokens) = (progress.step, progress.tokens);
@@ -309,7 +333,9 @@ impl Trainer {
         if self.committed == Some(self.step) || self.step == 0 {
             return Ok(None);
         }
-        let Some(checkpoints) = &mut self.checkpoints else { return Ok(None) };
+        let Some(checkpoints) = &mut self.checkpoints else {
+            return Ok(None);
+        };
         let started = Instant::now();
         self.engine.drain()?;
         self.metrics.flush()?;
@@ -340,7 +366,8 @@ impl Trainer {
     fn name_last_commit(&self) {
         if let (Some(step), Some(checkpoints)) = (self.committed, &self.checkpoints) {
             let place = checkpoints.path().display();
-            self.engine.set_last_commit(format!("the last commit is step {step} in {place}"));
+            self.engine
+                .set_last_commit(format!("the last commit is step {step} in {place}"));
         }
     }
 }

@@ -57,7 +57,11 @@ impl Tiers {
         store: Option<Scratch>,
         stats: Stats,
     ) -> Tiers {
-        assert_eq!(plan.spills(), store.is_some(), "a store exactly when something is spilled");
+        assert_eq!(
+            plan.spills(),
+            store.is_some(),
+            "a store exactly when something is spilled"
+        );
         let mut homes = Vec::new();
         let mut spilled = Vec::new();
         for tile in &plan.tiles {
@@ -78,10 +82,17 @@ impl Tiers {
             GradientSlots::Shared => {
                 let last = plan.tiles.len() - 1;
                 let block = plan.tiles[1..last].iter().map(slot).max().unwrap_or(0);
-                vec![block, block, slot(&plan.tiles[0]).max(slot(&plan.tiles[last]))]
+                vec![
+                    block,
+                    block,
+                    slot(&plan.tiles[0]).max(slot(&plan.tiles[last])),
+                ]
             }
         };
-        let gradients = sizes.into_iter().map(|bytes| Mutex::new(cutter.cut(bytes))).collect();
+        let gradients = sizes
+            .into_iter()
+            .map(|bytes| Mutex::new(cutter.cut(bytes)))
+            .collect();
         Tiers {
             device,
             ring,
@@ -141,7 +152,9 @@ impl Tiers {
             GradientSlot::Block(index) => index as usize,
             GradientSlot::Wide => 2,
         };
-        self.gradients[index].lock().unwrap_or_else(PoisonError::into_inner)
+        self.gradients[index]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The scratch store.
@@ -180,7 +193,13 @@ impl Tiers {
         let bytes = self.extent_bytes(key);
         self.stats.crossed(hop, bytes);
         let bytes = usize::try_from(bytes).expect("an extent fits");
-        self.scratch().submit(Request { kind, key, bytes, slab, reply: reply.clone() })
+        self.scratch().submit(Request {
+            kind,
+            key,
+            bytes,
+            slab,
+            reply: reply.clone(),
+        })
     }
 
     /// Bytes of an extent, without padding.
@@ -231,7 +250,15 @@ impl Tiers {
                     None if asked == given => self.ring.take(),
                     None => break,
                 };
-                self.read_extent(ExtentKey { tile, section, extent: asked }, slab, reply)?;
+                self.read_extent(
+                    ExtentKey {
+                        tile,
+                        section,
+                        extent: asked,
+                    },
+                    slab,
+                    reply,
+                )?;
                 asked += 1;
             }
             let completion = done.recv().expect("this function holds a sender");
@@ -239,7 +266,11 @@ impl Tiers {
             early.push((completion.key.extent, completion.slab));
             while let Some(at) = early.iter().position(|(extent, _)| *extent == given) {
                 let (extent, slab) = early.swap_remove(at);
-                let key = ExtentKey { tile, section, extent };
+                let key = ExtentKey {
+                    tile,
+                    section,
+                    extent,
+                };
                 let bytes = usize::try_from(self.extent_bytes(key)).expect("an extent fits");
                 with(extent, &slab.as_slice::<u8>()[..bytes])?;
                 given += 1;
@@ -292,7 +323,8 @@ impl Tiers {
     pub fn demote_gradient(&self, gradient: View, slot: GradientSlot) {
         let mut place = self.gradient(slot);
         let bytes = usize::try_from(gradient.bytes()).expect("a gradient fits its slot");
-        self.device.copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
+        self.device
+            .copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
         self.stats.crossed(Hop::Demote, gradient.bytes());
     }
 }

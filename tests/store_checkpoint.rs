@@ -18,7 +18,12 @@ use terrace::{Error, Result};
 const KEEP: u64 = 2;
 
 fn section(layer: u16, section: Section, elements: u64, element_bytes: u64) -> StoredSection {
-    StoredSection { tile: TileId { layer, part: 0 }, section, elements, element_bytes }
+    StoredSection {
+        tile: TileId { layer, part: 0 },
+        section,
+        elements,
+        element_bytes,
+    }
 }
 
 fn spec() -> Spec {
@@ -143,7 +148,10 @@ fn engines() -> [IoEngine; 2] {
 }
 
 fn on_file(directory: &Path, engine: IoEngine, spec: &Spec) -> Option<CheckpointStore> {
-    let spec = Spec { engine: Some(engine), ..spec.clone() };
+    let spec = Spec {
+        engine: Some(engine),
+        ..spec.clone()
+    };
     match CheckpointStore::open_or_create(directory, &spec) {
         Ok(store) => {
             println!("{:?}", store.sentences());
@@ -161,7 +169,8 @@ fn on_file(directory: &Path, engine: IoEngine, spec: &Spec) -> Option<Checkpoint
 fn commits_come_back_after_the_file_is_opened_again() {
     let ring = ring(EXTENT_BYTES_MAX);
     let mut spec = spec();
-    spec.sections.push(section(2, Section::Moment2, 2 * EXTENT_ELEMENTS + 3, 4));
+    spec.sections
+        .push(section(2, Section::Moment2, 2 * EXTENT_ELEMENTS + 3, 4));
     spec.memory.push(ring.span());
     for engine in engines() {
         let directory = tempfile::tempdir().unwrap();
@@ -172,7 +181,9 @@ fn commits_come_back_after_the_file_is_opened_again() {
         for generation in 1..=4 {
             commit(&mut store, generation).unwrap();
         }
-        let busy = CheckpointStore::open_existing(directory.path()).err().expect("held");
+        let busy = CheckpointStore::open_existing(directory.path())
+            .err()
+            .expect("held");
         assert_eq!(busy.exit_code(), 5);
         verify(&store, &ring).unwrap();
         drop(store);
@@ -236,16 +247,32 @@ fn a_newer_version_is_refused_by_name_and_a_short_file_as_damage() {
     let sum = checksum(&newer[..superblock::CHECKSUM.start]);
     newer[superblock::CHECKSUM.start..superblock::BYTES].copy_from_slice(&sum.to_le_bytes());
     std::fs::write(&path, &newer).unwrap();
-    let error = CheckpointStore::open_existing(directory.path()).err().unwrap();
-    assert!(error.to_string().contains("version 2 is not supported"), "{error}");
+    let error = CheckpointStore::open_existing(directory.path())
+        .err()
+        .unwrap();
+    assert!(
+        error.to_string().contains("version 2 is not supported"),
+        "{error}"
+    );
     assert_eq!(std::fs::read(&path).unwrap(), newer, "nothing was written");
-    for length in [0, 4096, 1 << 20, (4 << 20) + 1, whole.len() - 4096, whole.len() - 1] {
+    for length in [
+        0,
+        4096,
+        1 << 20,
+        (4 << 20) + 1,
+        whole.len() - 4096,
+        whole.len() - 1,
+    ] {
         std::fs::write(&path, &whole[..length]).unwrap();
-        let error = CheckpointStore::open_existing(directory.path()).err().unwrap();
+        let error = CheckpointStore::open_existing(directory.path())
+            .err()
+            .unwrap();
         assert_eq!(error.exit_code(), 3, "{length}: {error}");
     }
     std::fs::write(&path, vec![0; whole.len()]).unwrap();
-    let error = CheckpointStore::open_existing(directory.path()).err().unwrap();
+    let error = CheckpointStore::open_existing(directory.path())
+        .err()
+        .unwrap();
     assert!(error.to_string().contains("superblock magic"), "{error}");
 }
 
@@ -266,9 +293,20 @@ fn a_full_file_system_is_refused_at_creation() {
         .map(|entry| entry.unwrap().file_name())
         .collect();
     // Lazily: the kernel lets go of a ring's file a moment after the ring is closed.
-    let umount = std::process::Command::new("umount").arg("-l").arg(directory.path()).status();
+    let umount = std::process::Command::new("umount")
+        .arg("-l")
+        .arg(directory.path())
+        .status();
     assert!(umount.unwrap().success());
-    let Some(Error::Budget { tier, needed, budget, .. }) = refused else { panic!("{refused:?}") };
+    let Some(Error::Budget {
+        tier,
+        needed,
+        budget,
+        ..
+    }) = refused
+    else {
+        panic!("{refused:?}")
+    };
     assert_eq!((tier, Some(needed)), ("checkpoint", spec().file_bytes()));
     assert!(budget <= 8 << 20);
     assert_eq!(left, ["checkpoint.lock"], "nothing half made is left");
@@ -301,7 +339,10 @@ fn an_extent_twice_or_not_at_all_is_a_programmer_error() {
         let bytes = payload(2, key, begun.payload_bytes(key));
         begun.write(key, &bytes).unwrap();
     }
-    let long = begun.finish(&vec![b' '; (1 << 20) + 1]).err().expect("too long");
+    let long = begun
+        .finish(&vec![b' '; (1 << 20) + 1])
+        .err()
+        .expect("too long");
     assert_eq!(long.exit_code(), 2);
     assert_eq!(store.latest(), Some(1));
 }
@@ -315,7 +356,11 @@ fn phases_are_reported_in_their_order() {
     store.set_phase_hook(Box::new(move |phase| sink.lock().unwrap().push(phase)));
     commit(&mut store, 1).unwrap();
     assert_eq!(*seen.lock().unwrap(), Phase::ALL);
-    assert_eq!(disk.flush_count(), 4, "each group of writes is flushed once");
+    assert_eq!(
+        disk.flush_count(),
+        4,
+        "each group of writes is flushed once"
+    );
 }
 
 /// Power fails at each operation of five commits; of what was not flushed any part is kept.
@@ -328,11 +373,18 @@ fn a_power_cut_at_any_operation_leaves_whole_commits() {
     assert!(count > 60, "{count}");
     let (mut before, mut after) = (0, 0);
     for crash_at in 1..=count {
-        let faults = Faults { crash_at: Some(crash_at), ..Faults::default() };
+        let faults = Faults {
+            crash_at: Some(crash_at),
+            ..Faults::default()
+        };
         let disk = formatted(faults);
         let acknowledged = work(&disk, 5);
         for seed in 0..10 {
-            let seed = if seed < 2 { seed } else { mix(crash_at ^ mix(seed)) };
+            let seed = if seed < 2 {
+                seed
+            } else {
+                mix(crash_at ^ mix(seed))
+            };
             let image = disk.after_crash(seed, Faults::default());
             let newest = assert_whole(&image, acknowledged, &ring);
             before += u64::from(newest == acknowledged);
@@ -340,7 +392,10 @@ fn a_power_cut_at_any_operation_leaves_whole_commits() {
             // A second cut, somewhere in the commit that follows the first.
             let again = disk.after_crash(
                 seed,
-                Faults { crash_at: Some(8 + mix(seed) % 20), ..Faults::default() },
+                Faults {
+                    crash_at: Some(8 + mix(seed) % 20),
+                    ..Faults::default()
+                },
             );
             let mut last = newest;
             if let Ok(mut store) = open(&again, Some(&spec()))
@@ -348,11 +403,18 @@ fn a_power_cut_at_any_operation_leaves_whole_commits() {
             {
                 last = newest + 1;
             }
-            assert_whole(&again.after_crash(mix(seed), Faults::default()), last, &ring);
+            assert_whole(
+                &again.after_crash(mix(seed), Faults::default()),
+                last,
+                &ring,
+            );
         }
     }
     println!("{count} cuts: previous {before}, next {after}");
-    assert!(before > 100 && after > 20, "both outcomes are met: {before} {after}");
+    assert!(
+        before > 100 && after > 20,
+        "both outcomes are met: {before} {after}"
+    );
 }
 
 /// The suite's own test: a disk that skips the flush of the manifests, or of the first half of the
@@ -374,7 +436,10 @@ fn a_skipped_flush_is_caught() {
             let disk = formatted(faults);
             let acknowledged = work(&disk, 3);
             let image = disk.after_crash(mix(*seed), Faults::default());
-            catch_unwind(AssertUnwindSafe(|| assert_whole(&image, acknowledged, &ring))).is_err()
+            catch_unwind(AssertUnwindSafe(|| {
+                assert_whole(&image, acknowledged, &ring)
+            }))
+            .is_err()
         })
     };
     let found = [2, 3].map(caught);
@@ -390,10 +455,14 @@ fn any_failed_operation_leaves_whole_commits() {
     let ring = ring(1 << 16);
     let plain = formatted(Faults::default());
     work(&plain, 3);
-    let operations = (1..=plain.operation_count())
-        .map(|at| Faults { io_error_at: Some(at), ..Faults::default() });
-    let flushes = (1..=plain.flush_count())
-        .map(|at| Faults { flush_error_at: Some(at), ..Faults::default() });
+    let operations = (1..=plain.operation_count()).map(|at| Faults {
+        io_error_at: Some(at),
+        ..Faults::default()
+    });
+    let flushes = (1..=plain.flush_count()).map(|at| Faults {
+        flush_error_at: Some(at),
+        ..Faults::default()
+    });
     let mut refused = 0;
     for faults in operations.chain(flushes) {
         let disk = formatted(faults);
@@ -465,7 +534,11 @@ fn a_damaged_manifest_has_a_twin_and_a_lost_one_is_said() {
     }
     let store = open(&lost, Some(&spec())).unwrap();
     assert_eq!(store.generations(), [2]);
-    assert!(store.sentences()[0].starts_with("generation 3 is lost"), "{:?}", store.sentences());
+    assert!(
+        store.sentences()[0].starts_with("generation 3 is lost"),
+        "{:?}",
+        store.sentences()
+    );
     verify(&store, &ring).unwrap();
     drop(store);
     for copy in 0..2 {
@@ -488,10 +561,19 @@ fn a_damaged_extent_is_refused_by_name_and_the_others_are_read() {
     for byte in [0, 19999, 20479] {
         disk.flip(offset + byte, 5);
         let error = store.read(2, bad, ring.take()).err().expect("damaged");
-        let Error::ExtentChecksum { tile, extent, offset: at, .. } = &error else {
+        let Error::ExtentChecksum {
+            tile,
+            extent,
+            offset: at,
+            ..
+        } = &error
+        else {
             panic!("{error}")
         };
-        assert_eq!((tile.as_str(), *extent, *at), ("tile 0.0 moment1", 0, offset));
+        assert_eq!(
+            (tile.as_str(), *extent, *at),
+            ("tile 0.0 moment1", 0, offset)
+        );
         let other = spec().sections[0].keys().next().unwrap();
         store.read(2, other, ring.take()).unwrap();
         store.read(1, bad, ring.take()).unwrap();

@@ -56,7 +56,13 @@ fn send(
     if kind == Direction::Write {
         fill(&mut slab.as_mut_slice()[..bytes], seed(key, round));
     }
-    store.submit(Request { kind, key, bytes, slab, reply })?;
+    store.submit(Request {
+        kind,
+        key,
+        bytes,
+        slab,
+        reply,
+    })?;
     Ok(completions.recv().expect("every request is answered"))
 }
 
@@ -75,7 +81,10 @@ fn create(
     ring: &Ring,
 ) -> Option<Scratch> {
     let paths = [(path.to_path_buf(), 1 << 30)];
-    opened(Scratch::create(&paths, sections, Some(engine), &[ring.span()]), engine)
+    opened(
+        Scratch::create(&paths, sections, Some(engine), &[ring.span()]),
+        engine,
+    )
 }
 
 fn opened(result: Result<Scratch>, engine: IoEngine) -> Option<Scratch> {
@@ -98,9 +107,23 @@ fn keys(sections: &[StoredSection]) -> Vec<ExtentKey> {
 
 #[test]
 fn odd_lengths_come_back_on_both_engines() {
-    let lengths = [1, 2, 511, 512, 513, 4095, 4096, 4097, 3 * 4096 - 1, 3 * 4096 + 1];
-    let mut sections: Vec<StoredSection> =
-        lengths.iter().enumerate().map(|(layer, bytes)| section(layer as u16, *bytes, 1)).collect();
+    let lengths = [
+        1,
+        2,
+        511,
+        512,
+        513,
+        4095,
+        4096,
+        4097,
+        3 * 4096 - 1,
+        3 * 4096 + 1,
+    ];
+    let mut sections: Vec<StoredSection> = lengths
+        .iter()
+        .enumerate()
+        .map(|(layer, bytes)| section(layer as u16, *bytes, 1))
+        .collect();
     sections.push(section(100, 2 * EXTENT_ELEMENTS + 1, 4));
     sections.push(section(101, EXTENT_ELEMENTS, 2));
     for engine in ENGINES {
@@ -160,7 +183,15 @@ fn exchange(store: &Scratch, ring: &Ring, mine: &[ExtentKey]) {
                     fill(&mut slab.as_mut_slice()[..bytes], seed(key, round));
                 }
                 let reply = reply.clone();
-                store.submit(Request { kind, key, bytes, slab, reply }).unwrap();
+                store
+                    .submit(Request {
+                        kind,
+                        key,
+                        bytes,
+                        slab,
+                        reply,
+                    })
+                    .unwrap();
             }
         }
         drop(reply);
@@ -173,8 +204,10 @@ fn many_requests_from_two_threads_share_few_slabs_over_two_paths() {
     let sections: Vec<StoredSection> = (0..100).map(|layer| section(layer, 5000, 4)).collect();
     for engine in ENGINES {
         let directories = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-        let paths: Vec<(PathBuf, u64)> =
-            directories.iter().map(|d| (d.path().to_path_buf(), 2 << 20)).collect();
+        let paths: Vec<(PathBuf, u64)> = directories
+            .iter()
+            .map(|d| (d.path().to_path_buf(), 2 << 20))
+            .collect();
         let ring = ring(40);
         let made = Scratch::create(&paths, &sections, Some(engine), &[ring.span()]);
         let Some(store) = opened(made, engine) else {
@@ -211,7 +244,15 @@ fn requests_for_one_extent_take_effect_in_order() {
                     fill(&mut slab.as_mut_slice()[..bytes], seed(key, round));
                 }
                 let reply = reply.clone();
-                store.submit(Request { kind, key, bytes, slab, reply }).unwrap();
+                store
+                    .submit(Request {
+                        kind,
+                        key,
+                        bytes,
+                        slab,
+                        reply,
+                    })
+                    .unwrap();
             }
             let write = completions.recv().unwrap();
             assert_eq!(write.kind, Direction::Write);
@@ -255,10 +296,15 @@ fn a_byte_changed_on_the_disk_is_found_and_named() {
         let error = done.result.unwrap_err();
         assert_eq!(error.exit_code(), 3);
         let text = error.to_string();
-        assert!(text.contains("tile 4.0 moment1, extent 0 at byte 12288"), "{text}");
+        assert!(
+            text.contains("tile 4.0 moment1, extent 0 at byte 12288"),
+            "{text}"
+        );
         drop(done.slab);
         let later = send(&store, &ring, Direction::Read, whole, 1).unwrap_err();
-        let Error::StoreFailed { first } = later else { panic!("{later}") };
+        let Error::StoreFailed { first } = later else {
+            panic!("{later}")
+        };
         assert_eq!(first, text);
     }
 }
@@ -310,18 +356,26 @@ fn a_failed_write_names_itself_and_latches_the_store() {
     let sections = [section(2, 100, 2)];
     let key = keys(&sections)[0];
     let ring = ring(1);
-    let faults = Faults { io_error: 1000, ..Faults::default() };
+    let faults = Faults {
+        io_error: 1000,
+        ..Faults::default()
+    };
     let disk = SimDisk::new(4096, faults);
     let store = Scratch::on_disk(Box::new(disk), 4096, &sections).unwrap();
     let done = send(&store, &ring, Direction::Write, key, 1).unwrap();
     let error = done.result.unwrap_err();
     assert_eq!(error.exit_code(), 4);
     let text = error.to_string();
-    assert!(text.contains("write of tile 2.0 moment1, extent 0"), "{text}");
+    assert!(
+        text.contains("write of tile 2.0 moment1, extent 0"),
+        "{text}"
+    );
     assert!(text.contains("needed 4096 bytes, free "), "{text}");
     drop(done.slab);
     let later = send(&store, &ring, Direction::Write, key, 1).unwrap_err();
-    let Error::StoreFailed { first } = later else { panic!("{later}") };
+    let Error::StoreFailed { first } = later else {
+        panic!("{later}")
+    };
     assert_eq!(first, text);
     assert_eq!(ring.free_count(), 1, "the refused request's slab came back");
 }
@@ -348,7 +402,9 @@ fn a_second_store_in_the_directory_is_refused_with_the_holder() {
     let again = || Scratch::create(&paths, &sections, None, &[]);
     let error = again().err().expect("it is in use");
     assert_eq!(error.exit_code(), 5);
-    let Error::Busy { pid, .. } = error else { panic!("{error}") };
+    let Error::Busy { pid, .. } = error else {
+        panic!("{error}")
+    };
     assert_eq!(pid, std::process::id());
     drop(first);
     again().expect("free again");
@@ -360,7 +416,9 @@ fn a_budget_or_a_disk_that_is_too_small_is_refused_at_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let paths = [(directory.path().to_path_buf(), 31 << 20)];
     let refused = Scratch::create(&paths, &sections, None, &[]).err();
-    let Some(Error::Budget { needed, budget, .. }) = refused else { panic!("{refused:?}") };
+    let Some(Error::Budget { needed, budget, .. }) = refused else {
+        panic!("{refused:?}")
+    };
     assert_eq!((needed, budget), (32 << 20, 31 << 20));
 
     let mount = std::process::Command::new("mount")
@@ -376,9 +434,14 @@ fn a_budget_or_a_disk_that_is_too_small_is_refused_at_the_start() {
     let small = Scratch::create(&paths, &[section(0, 100, 4)], None, &[]);
     let said = small.map(|store| store.sentences().join("\n"));
     // Lazily: the kernel lets go of a ring's file a moment after the ring is closed.
-    let umount = std::process::Command::new("umount").arg("-l").arg(directory.path()).status();
+    let umount = std::process::Command::new("umount")
+        .arg("-l")
+        .arg(directory.path())
+        .status();
     assert!(umount.unwrap().success());
-    let Some(Error::Budget { needed, budget, .. }) = refused else { panic!("{refused:?}") };
+    let Some(Error::Budget { needed, budget, .. }) = refused else {
+        panic!("{refused:?}")
+    };
     assert_eq!(needed, 32 << 20);
     assert!(budget <= 16 << 20, "free bytes are named: {budget}");
     let said = said.expect("100 elements fit");

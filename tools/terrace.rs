@@ -93,9 +93,9 @@ fn main() -> ExitCode {
         Command::Plan(arguments) => inspect_run::plan(&arguments),
         Command::Generate(arguments) => model_out::generate(&arguments),
         Command::Export(arguments) => model_out::export(&arguments),
-        Command::Data { command: DataCommand::Preview(arguments) } => {
-            inspect_run::preview(&arguments)
-        }
+        Command::Data {
+            command: DataCommand::Preview(arguments),
+        } => inspect_run::preview(&arguments),
         Command::Doctor(arguments) => inspect_run::doctor(&arguments),
         Command::Init { path } => init(&path),
     };
@@ -126,8 +126,12 @@ fn init(path: &std::path::Path) -> Result<()> {
         remedy: "; name a file that does not exist".to_string(),
     })?;
     let text = terrace::config::parse::commented_template();
-    file.write_all(text.as_bytes()).map_err(|e| Error::io("write", path, e))?;
-    say(&format!("{}: set model.path and data.train, then `terrace plan`", path.display()))
+    file.write_all(text.as_bytes())
+        .map_err(|e| Error::io("write", path, e))?;
+    say(&format!(
+        "{}: set model.path and data.train, then `terrace plan`",
+        path.display()
+    ))
 }
 
 /// Prints a line; a closed pipe is an error that ends the tool quietly.

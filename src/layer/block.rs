@@ -173,7 +173,14 @@ impl BlockTemplate {
             self.hidden,
             false,
         );
-        device.linear_forward(s.n1, weight(&self.v), bias(&self.v_bias), s.v, self.hidden, false);
+        device.linear_forward(
+            s.n1,
+            weight(&self.v),
+            bias(&self.v_bias),
+            s.v,
+            self.hidden,
+            false,
+        );
         if let (Some(q_norm), Some(k_norm)) = (&self.q_norm, &self.k_norm) {
             device.rmsnorm_forward(s.q_raw, weight(q_norm), s.q, s.inv_q, self.eps);
             device.rmsnorm_forward(s.k_raw, weight(k_norm), s.k, s.inv_k, self.eps);
@@ -220,7 +227,10 @@ impl BlockTemplate {
         let scratch: &BackwardScratch = &map.backward_scratch;
         let temporary = |offset: u64, count: u64| View::new(map.backward + offset, count, act);
         let dy = View::new(dy, s.x.count, act);
-        let (da, dn) = (temporary(scratch.da, s.a.count), temporary(scratch.dn, s.x.count));
+        let (da, dn) = (
+            temporary(scratch.da, s.a.count),
+            temporary(scratch.dn, s.x.count),
+        );
 
         // MLP: y = x2 + a·Wdᵀ.
         device.linear_backward_input(dy, weight(&self.down), da, self.inner, false);
@@ -242,7 +252,10 @@ impl BlockTemplate {
             device.bias_backward(dy, gradient(bias));
         }
         let dq = temporary(scratch.dq, s.q.count);
-        let (dk, dv) = (temporary(scratch.dk, s.k.count), temporary(scratch.dv, s.v.count));
+        let (dk, dv) = (
+            temporary(scratch.dk, s.k.count),
+            temporary(scratch.dv, s.v.count),
+        );
         let shape = self.attention_shape(&used);
         device.attention_backward(s.q, s.k, s.v, s.o, s.lse, d_o, dq, dk, dv, shape);
         let (rope, positions) = (self.rope_table(map), &used.micro.positions);
@@ -253,9 +266,11 @@ impl BlockTemplate {
             device.rmsnorm_backward(s.q_raw, wq, s.inv_q, dq, dq, gradient(q_norm), false);
             device.rmsnorm_backward(s.k_raw, wk, s.inv_k, dk, dk, gradient(k_norm), false);
         }
-        for (d, matrix, bias) in
-            [(dq, &self.q, &self.q_bias), (dk, &self.k, &self.k_bias), (dv, &self.v, &self.v_bias)]
-        {
+        for (d, matrix, bias) in [
+            (dq, &self.q, &self.q_bias),
+            (dk, &self.k, &self.k_bias),
+            (dv, &self.v, &self.v_bias),
+        ] {
             device.linear_backward_weight(d, s.n1, gradient(matrix), self.hidden);
             if let Some(bias) = bias {
                 device.bias_backward(d, gradient(bias));

@@ -72,7 +72,11 @@ impl HeadTemplate {
     }
 
     fn matrix(&self, act: Dtype, used: &HeadUse<'_>) -> View {
-        let base = if self.tied { used.tied_weights } else { used.weights };
+        let base = if self.tied {
+            used.tied_weights
+        } else {
+            used.weights
+        };
         tensor_view(base, &self.matrix, act)
     }
 
@@ -92,8 +96,11 @@ impl HeadTemplate {
         let matrix = self.matrix(act, &used);
         device.rmsnorm_forward(x, norm, normed, inv, self.eps);
         let targets = &used.micro.targets;
-        let rows: Vec<u32> =
-            (0..).zip(targets).filter(|(_, t)| **t != IGNORE).map(|(r, _)| r).collect();
+        let rows: Vec<u32> = (0..)
+            .zip(targets)
+            .filter(|(_, t)| **t != IGNORE)
+            .map(|(r, _)| r)
+            .collect();
         let scratch = &map.head_scratch;
         let d_normed = View::new(map.head + scratch.d_normed, x.count, act);
         let losses = View::new(map.head + scratch.losses, rows.len() as u64, Dtype::F32);
@@ -115,7 +122,11 @@ impl HeadTemplate {
                 continue;
             };
             device.cross_entropy(logits, &chosen, scale, losses);
-            let base = if self.tied { accumulators.embed } else { accumulators.head };
+            let base = if self.tied {
+                accumulators.embed
+            } else {
+                accumulators.head
+            };
             let d_matrix = tensor_view(base, &self.matrix, Dtype::F32);
             let d_chunk = View::new(map.head + scratch.d_chunk, count * self.hidden, act);
             device.linear_backward_weight(logits, chunk, d_matrix, self.hidden);
@@ -155,7 +166,14 @@ impl HeadTemplate {
             let chunk = View::new(map.head + scratch.chunk, count * self.hidden, act);
             let logits = View::new(map.head + scratch.logits, count * self.vocab, act);
             device.gather_rows(normed, rows, chunk, self.hidden);
-            device.linear_forward(chunk, self.matrix(act, &used), None, logits, self.hidden, false);
+            device.linear_forward(
+                chunk,
+                self.matrix(act, &used),
+                None,
+                logits,
+                self.hidden,
+                false,
+            );
             numbers.extend(device.read_f32(logits));
         }
         numbers

@@ -15,7 +15,11 @@ pub fn bytes_text(bytes: u64) -> String {
         value /= 1024.0;
         unit += 1;
     }
-    if unit == 0 { format!("{bytes} B") } else { format!("{value:.2} {}", units[unit]) }
+    if unit == 0 {
+        format!("{bytes} B")
+    } else {
+        format!("{value:.2} {}", units[unit])
+    }
 }
 
 /// Parameters with a unit: 134.5 M.
@@ -50,7 +54,11 @@ impl Plan {
         };
         line("", "host".into(), "store".into(), "device".into());
         let shown = |bytes: u64| {
-            if bytes == 0 { "-".to_string() } else { bytes_text(bytes) }
+            if bytes == 0 {
+                "-".to_string()
+            } else {
+                bytes_text(bytes)
+            }
         };
         for section in Section::present(self.precision) {
             let (host, store) = self.placed(section);
@@ -62,14 +70,24 @@ impl Plan {
         };
         line(waiting, shown(self.host.gradients), "-".into(), "-".into());
         let ring = self.host.slabs * self.host.slab_bytes;
-        line(&format!("{} slabs", self.host.slabs), shown(ring), "-".into(), "-".into());
+        line(
+            &format!("{} slabs", self.host.slabs),
+            shown(ring),
+            "-".into(),
+            "-".into(),
+        );
         for (name, bytes) in &self.map.parts {
             line(name, "-".into(), "-".into(), shown(*bytes));
         }
         let totals = (self.host.bytes, self.spilled_bytes, self.map.bytes);
         line("total", shown(totals.0), shown(totals.1), shown(totals.2));
         let budgets = (self.budgets.host, self.budgets.store, self.budgets.device);
-        line("budget", shown(budgets.0), shown(budgets.1), shown(budgets.2));
+        line(
+            "budget",
+            shown(budgets.0),
+            shown(budgets.1),
+            shown(budgets.2),
+        );
         let pairs = u64::from(self.blocks) * self.map.shape.micros;
         writeln!(
             text,
@@ -83,9 +101,17 @@ impl Plan {
         .ok();
         if self.checkpoint_bytes > 0 {
             let bytes = bytes_text(self.checkpoint_bytes);
-            writeln!(text, "  checkpoints: {bytes} in checkpoint.dir, (keep + 1) x the state").ok();
+            writeln!(
+                text,
+                "  checkpoints: {bytes} in checkpoint.dir, (keep + 1) x the state"
+            )
+            .ok();
         } else {
-            writeln!(text, "  checkpoints: off (checkpoint.every = 0): a crash loses the run").ok();
+            writeln!(
+                text,
+                "  checkpoints: off (checkpoint.every = 0): a crash loses the run"
+            )
+            .ok();
         }
         writeln!(
             text,
@@ -119,7 +145,10 @@ impl Plan {
         let sections: serde_json::Map<String, serde_json::Value> = Section::present(self.precision)
             .map(|section| {
                 let (host, store) = self.placed(section);
-                (section.to_string(), serde_json::json!({ "host": host, "store": store }))
+                (
+                    section.to_string(),
+                    serde_json::json!({ "host": host, "store": store }),
+                )
             })
             .collect();
         let parts: serde_json::Map<String, serde_json::Value> = self

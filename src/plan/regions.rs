@@ -277,20 +277,28 @@ impl DeviceMap {
             mark = next;
         };
 
-        let buffers = (0..shape.buffers).map(|_| cutter.cut(weight(&block))).collect();
+        let buffers = (0..shape.buffers)
+            .map(|_| cutter.cut(weight(&block)))
+            .collect();
         let head_weight = cutter.cut(weight(&head));
         let tied_weight = spec.tied.then(|| cutter.cut(weight(&embed)));
         part("weight buffers", cutter.next);
 
         let head_elements = head.elements + if spec.tied { embed.elements } else { 0 };
-        let compute_weight =
-            shape.converts_weights.then(|| cutter.cut(block.elements.max(head_elements) * act));
+        let compute_weight = shape
+            .converts_weights
+            .then(|| cutter.cut(block.elements.max(head_elements) * act));
         part("weights in the arithmetic's format", cutter.next);
 
         let train = u64::from(shape.trains);
-        let accumulators = (0..2).map(|_| cutter.cut(block.elements * F32 * train)).collect();
+        let accumulators = (0..2)
+            .map(|_| cutter.cut(block.elements * F32 * train))
+            .collect();
         let (head_accumulator, embed_accumulator) = if spec.tied {
-            (cutter.cut(head.elements * F32 * train), cutter.cut(embed.elements * F32 * train))
+            (
+                cutter.cut(head.elements * F32 * train),
+                cutter.cut(embed.elements * F32 * train),
+            )
         } else {
             let shared = cutter.cut(embed.elements.max(head.elements) * F32 * train);
             (shared, shared)
@@ -298,12 +306,18 @@ impl DeviceMap {
         part("gradient accumulators", cutter.next);
 
         let anchor_bytes = (shape.tokens * spec.hidden * act).next_multiple_of(REGION_ALIGN);
-        let anchor_layers = if shape.trains { u64::from(spec.blocks) + 1 } else { 1 };
+        let anchor_layers = if shape.trains {
+            u64::from(spec.blocks) + 1
+        } else {
+            1
+        };
         let anchors = cutter.cut(anchor_bytes * anchor_layers * shape.micros);
         part("anchors", cutter.next);
 
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
-        let kept = (0..shape.kept).map(|_| cutter.cut(workspace.bytes)).collect();
+        let kept = (0..shape.kept)
+            .map(|_| cutter.cut(workspace.bytes))
+            .collect();
         part("kept activations", cutter.next);
 
         let rope = cutter.cut(shape.seq_len * spec.head_dim * F32);
@@ -344,7 +358,10 @@ impl DeviceMap {
     /// forward-only form computes in place on those of layer 1.
     pub fn anchor(&self, layer: u16, micro: u32) -> u64 {
         let row = u64::from(layer) - 1;
-        assert!(row == 0 || self.shape.trains, "a forward-only map has anchors of one layer");
+        assert!(
+            row == 0 || self.shape.trains,
+            "a forward-only map has anchors of one layer"
+        );
         self.anchors + (row * self.shape.micros + u64::from(micro)) * self.anchor_bytes
     }
 }

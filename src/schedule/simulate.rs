@@ -81,7 +81,10 @@ impl Prediction {
         } else {
             self.compute_seconds.max(self.update_seconds)
         };
-        cores.max(self.promote_seconds).max(self.demote_seconds).max(self.store_seconds)
+        cores
+            .max(self.promote_seconds)
+            .max(self.demote_seconds)
+            .max(self.store_seconds)
     }
 }
 
@@ -103,7 +106,11 @@ fn work(plan: &Plan, action: Action) -> Work {
         |layer: u16, section: Section| layout(layer).section_bytes(section, plan.precision);
     let weight_read = |layer: u16| {
         let spilled = plan.tiles[usize::from(layer)].home(Section::Weight) == Home::Store;
-        if spilled { section_bytes(layer, Section::Weight) } else { 0 }
+        if spilled {
+            section_bytes(layer, Section::Weight)
+        } else {
+            0
+        }
     };
     let per_token = tokens as f64;
     match action {
@@ -114,30 +121,52 @@ fn work(plan: &Plan, action: Action) -> Work {
         },
         Action::Promote { layer, buffer } => {
             let tied = buffer == Buffer::Head && plan.tied;
-            let also = if tied { section_bytes(0, Section::Weight) } else { 0 };
+            let also = if tied {
+                section_bytes(0, Section::Weight)
+            } else {
+                0
+            };
             Work {
                 promote: section_bytes(layer, Section::Weight) + also,
                 read: weight_read(layer) + if tied { weight_read(0) } else { 0 },
                 ..Work::default()
             }
         }
-        Action::Forward { .. } | Action::ForwardOnly { .. } => {
-            Work { flops: plan.flops.block * per_token, ..Work::default() }
-        }
+        Action::Forward { .. } | Action::ForwardOnly { .. } => Work {
+            flops: plan.flops.block * per_token,
+            ..Work::default()
+        },
         Action::Backward { kept, .. } => {
             let passes = if kept.is_some() { 2.0 } else { 3.0 };
-            Work { flops: passes * plan.flops.block * per_token, ..Work::default() }
+            Work {
+                flops: passes * plan.flops.block * per_token,
+                ..Work::default()
+            }
         }
-        Action::Loss { .. } => Work { flops: 3.0 * plan.flops.head * per_token, ..Work::default() },
-        Action::Evaluate { .. } => Work { flops: plan.flops.head * per_token, ..Work::default() },
-        Action::Demote { layer, .. } => {
-            Work { demote: layout(layer).elements * plan.gradient_bytes, ..Work::default() }
-        }
+        Action::Loss { .. } => Work {
+            flops: 3.0 * plan.flops.head * per_token,
+            ..Work::default()
+        },
+        Action::Evaluate { .. } => Work {
+            flops: plan.flops.head * per_token,
+            ..Work::default()
+        },
+        Action::Demote { layer, .. } => Work {
+            demote: layout(layer).elements * plan.gradient_bytes,
+            ..Work::default()
+        },
         Action::Update { layer, .. } => {
-            let spilled: u64 =
-                plan.tiles[usize::from(layer)].spilled().map(|s| section_bytes(layer, s)).sum();
+            let spilled: u64 = plan.tiles[usize::from(layer)]
+                .spilled()
+                .map(|s| section_bytes(layer, s))
+                .sum();
             let parameters = layout(layer).elements;
-            Work { read: spilled, write: spilled, parameters, ..Work::default() }
+            Work {
+                read: spilled,
+                write: spilled,
+                parameters,
+                ..Work::default()
+            }
         }
         _ => Work::default(),
     }
@@ -147,7 +176,11 @@ fn work(plan: &Plan, action: Action) -> Work {
 pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
     const STEPS: usize = 3;
     let count = schedule.actions.len();
-    let works: Vec<Work> = schedule.actions.iter().map(|s| work(plan, s.action)).collect();
+    let works: Vec<Work> = schedule
+        .actions
+        .iter()
+        .map(|s| work(plan, s.action))
+        .collect();
     let mut prediction = Prediction {
         tokens: plan.map.shape.tokens * u64::from(schedule.micros),
         ..Prediction::default()
@@ -173,7 +206,11 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
             let lane = scheduled.lane as usize;
             let mut start = free[lane];
             for after in &scheduled.after {
-                let other = if after.previous { step.checked_sub(1) } else { Some(step) };
+                let other = if after.previous {
+                    step.checked_sub(1)
+                } else {
+                    Some(step)
+                };
                 start = other.map_or(start, |s| start.max(ended[s][after.action as usize]));
             }
             let work = &works[index];

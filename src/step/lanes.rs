@@ -21,7 +21,9 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
     impl Drop for Ended<'_> {
         fn drop(&mut self) {
             if std::thread::panicking() {
-                self.0.failure.set(Error::StoreFailed { first: "a lane panicked".to_string() });
+                self.0.failure.set(Error::StoreFailed {
+                    first: "a lane panicked".to_string(),
+                });
                 if let Some(pass) = &self.1 {
                     pass.progress.wake();
                 }
@@ -59,16 +61,23 @@ pub(super) fn walk(
 ) -> Result<()> {
     for index in pass.schedule.lane(lane) {
         if !await_turn(shared, lane, pass, index) {
-            return Err(Error::StoreFailed { first: "another lane failed".to_string() });
+            return Err(Error::StoreFailed {
+                first: "another lane failed".to_string(),
+            });
         }
         let started = Instant::now();
         let action = pass.action(index);
         if let Err(error) = act(index, action) {
             shared.failure.set(error);
             pass.progress.wake();
-            return Err(Error::StoreFailed { first: "this lane failed".to_string() });
+            return Err(Error::StoreFailed {
+                first: "this lane failed".to_string(),
+            });
         }
-        shared.tiers.stats.trace(lane_name(lane), || format!("{action:?}"), started);
+        shared
+            .tiers
+            .stats
+            .trace(lane_name(lane), || format!("{action:?}"), started);
     }
     Ok(())
 }
@@ -116,22 +125,35 @@ impl Shared {
                 let out = View::new(map.anchor(1, micro), tokens.len() as u64 * self.hidden, act);
                 self.tiers.gather_rows(tokens, self.hidden, out)
             }
-            Action::Promote { layer, buffer: Buffer::Block(index) } => {
-                self.tiers.promote_weight(layer, map.buffers[index as usize])
-            }
-            Action::Promote { layer, buffer: Buffer::Head } => {
+            Action::Promote {
+                layer,
+                buffer: Buffer::Block(index),
+            } => self
+                .tiers
+                .promote_weight(layer, map.buffers[index as usize]),
+            Action::Promote {
+                layer,
+                buffer: Buffer::Head,
+            } => {
                 self.tiers.promote_weight(layer, map.head_weight)?;
-                map.tied_weight.map_or(Ok(()), |offset| self.tiers.promote_weight(0, offset))
+                map.tied_weight
+                    .map_or(Ok(()), |offset| self.tiers.promote_weight(0, offset))
             }
             other => unreachable!("{other:?} is not an action of the up lane"),
         }
     }
 
     fn down(&self, action: Action) -> Result<()> {
-        let Action::Demote { layer, accumulator, slot } = action else {
+        let Action::Demote {
+            layer,
+            accumulator,
+            slot,
+        } = action
+        else {
             unreachable!("{action:?} is not an action of the down lane");
         };
-        self.tiers.demote_gradient(self.finished_gradient(layer, accumulator), slot);
+        self.tiers
+            .demote_gradient(self.finished_gradient(layer, accumulator), slot);
         Ok(())
     }
 
@@ -149,7 +171,14 @@ impl Shared {
     /// A finished gradient: rounded in place to the front of its accumulator, or as accumulated.
     fn finished_gradient(&self, layer: u16, accumulator: Accumulator) -> View {
         let view = self.accumulator(layer, accumulator);
-        if self.plan.gradient_bytes == 2 { View { dtype: Dtype::Bf16, ..view } } else { view }
+        if self.plan.gradient_bytes == 2 {
+            View {
+                dtype: Dtype::Bf16,
+                ..view
+            }
+        } else {
+            view
+        }
     }
 
     /// Byte offsets of the bound weights: the layer's own, and the embed tile's for a tied head.
@@ -181,7 +210,9 @@ impl Shared {
         };
         let convert = |layer: u16, from: u64, to: u64| {
             let count = self.tiers.layout(layer).elements;
-            self.tiers.device.convert(View::new(from, count, stored), View::new(to, count, act));
+            self.tiers
+                .device
+                .convert(View::new(from, count, stored), View::new(to, count, act));
         };
         match buffer {
             Buffer::Block(index) => convert(layer, map.buffers[index as usize], own),
@@ -212,7 +243,8 @@ impl Shared {
             Action::Forward { layer, micro, keep } => {
                 let workspace = keep.map_or(map.shared_workspace, |slot| map.kept[slot as usize]);
                 let used = block_use(layer, micro, map.anchor(layer, micro), workspace);
-                self.block.forward(device, map, used, Some(map.anchor(layer + 1, micro)));
+                self.block
+                    .forward(device, map, used, Some(map.anchor(layer + 1, micro)));
             }
             Action::ForwardOnly { layer, micro } => {
                 let x = map.anchor(1, micro);
@@ -225,14 +257,20 @@ impl Shared {
             Action::Loss { micro } => self.loss(pass, micro, map.anchor(last, micro), true)?,
             Action::Evaluate { micro } => self.loss(pass, micro, map.anchor(1, micro), false)?,
             Action::Logits { micro } => self.logits(pass, micro),
-            Action::Backward { layer, micro, kept, accumulator } => {
+            Action::Backward {
+                layer,
+                micro,
+                kept,
+                accumulator,
+            } => {
                 let workspace = kept.map_or(map.shared_workspace, |slot| map.kept[slot as usize]);
                 let used = block_use(layer, micro, map.anchor(layer, micro), workspace);
                 if kept.is_none() {
                     self.block.forward(device, map, used, None);
                 }
                 let accumulator = self.accumulator(layer, accumulator).offset;
-                self.block.backward(device, map, used, map.anchor(last, micro), accumulator);
+                self.block
+                    .backward(device, map, used, map.anchor(last, micro), accumulator);
             }
             Action::EmbedBackward { micro: index } => {
                 let order = &pass.data.sorted[index as usize];
@@ -250,20 +288,39 @@ impl Shared {
     fn head_use<'a>(&self, pass: &'a Pass, micro: u32, x: u64) -> (&HeadTemplate, HeadUse<'a>) {
         let (weights, tied_weights) = self.bound(self.plan.layer_count() - 1);
         let micro = &pass.data.micros[micro as usize];
-        (&self.head, HeadUse { micro, weights, tied_weights, x })
+        (
+            &self.head,
+            HeadUse {
+                micro,
+                weights,
+                tied_weights,
+                x,
+            },
+        )
     }
 
     fn loss(&self, pass: &Pass, micro: u32, x: u64, gradients: bool) -> Result<()> {
         let map = &self.plan.map;
         let (head, used) = self.head_use(pass, micro, x);
-        let accumulators =
-            HeadAccumulators { head: map.head_accumulator, embed: map.embed_accumulator };
+        let accumulators = HeadAccumulators {
+            head: map.head_accumulator,
+            embed: map.embed_accumulator,
+        };
         let gradients = gradients.then_some(accumulators);
-        let sum = head.loss(&self.tiers.device, map, used, pass.data.targets.max(1), gradients);
+        let sum = head.loss(
+            &self.tiers.device,
+            map,
+            used,
+            pass.data.targets.max(1),
+            gradients,
+        );
         if !sum.is_finite() {
             return Err(self.non_finite(pass, "loss".to_string(), sum));
         }
-        pass.data.losses.lock().unwrap_or_else(PoisonError::into_inner)[micro as usize] = sum;
+        pass.data
+            .losses
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)[micro as usize] = sum;
         Ok(())
     }
 
@@ -272,7 +329,10 @@ impl Shared {
         let (head, used) = self.head_use(pass, micro, x);
         let rows: Vec<u32> = used.micro.bounds[1..].iter().map(|end| end - 1).collect();
         let logits = head.logits(&self.tiers.device, &self.plan.map, used, &rows);
-        pass.data.logits.lock().unwrap_or_else(PoisonError::into_inner)[micro as usize] = logits;
+        pass.data
+            .logits
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)[micro as usize] = logits;
     }
 
     /// Norm of a finished gradient, then its one rounding.
@@ -280,7 +340,11 @@ impl Shared {
         let view = self.accumulator(layer, accumulator);
         let squared = self.tiers.device.squared_norm(view);
         // A gradient so large that rounding could make it infinite is not a number either.
-        let limit = if self.plan.gradient_bytes == 2 { BF16_ROUNDS_TO_INFINITY } else { f64::MAX };
+        let limit = if self.plan.gradient_bytes == 2 {
+            BF16_ROUNDS_TO_INFINITY
+        } else {
+            f64::MAX
+        };
         if squared.is_nan() || squared.sqrt() >= limit {
             let what = format!("gradient norm of {}", self.tiers.layout(layer).id);
             return Err(self.non_finite(pass, what, squared.sqrt()));
@@ -288,7 +352,11 @@ impl Shared {
         if self.plan.gradient_bytes == 2 {
             self.tiers.device.round_in_place(view);
         }
-        let mut norms = pass.data.norms.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut norms = pass
+            .data
+            .norms
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         norms.resize(usize::from(self.plan.layer_count()), 0.0);
         norms[usize::from(layer)] = squared;
         drop(norms);

@@ -22,7 +22,11 @@ impl Failure {
 
     /// Whether a lane has failed.
     pub(super) fn is_set(&self) -> bool {
-        self.first.lock().unwrap_or_else(PoisonError::into_inner).1.is_some()
+        self.first
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .1
+            .is_some()
     }
 
     /// The first failure itself to the first who asks, and its words to all later ones.
@@ -30,7 +34,9 @@ impl Failure {
         let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
         match (first.0.take(), &first.1) {
             (Some(error), _) => Err(error),
-            (None, Some(words)) => Err(Error::StoreFailed { first: words.clone() }),
+            (None, Some(words)) => Err(Error::StoreFailed {
+                first: words.clone(),
+            }),
             (None, None) => Ok(()),
         }
     }
@@ -52,13 +58,21 @@ pub(super) struct Progress {
 impl Progress {
     /// Nothing is done.
     pub(super) fn new(actions: usize, failure: Arc<Failure>) -> Progress {
-        Progress { done: Mutex::new(vec![0; actions]), changed: Condvar::new(), failure }
+        Progress {
+            done: Mutex::new(vec![0; actions]),
+            changed: Condvar::new(),
+            failure,
+        }
     }
 
     /// The action is done in `pass`.
     pub(super) fn mark(&self, action: usize, pass: u64) {
         let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
-        assert_eq!(done[action] + 1, pass, "an action is done once a pass, in order");
+        assert_eq!(
+            done[action] + 1,
+            pass,
+            "an action is done once a pass, in order"
+        );
         done[action] = pass;
         self.changed.notify_all();
     }
@@ -84,14 +98,23 @@ impl Progress {
             if done[action as usize] >= pass {
                 return true;
             }
-            done = self.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
+            done = self
+                .changed
+                .wait(done)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     /// Waits until every action of `pass` is done.
     pub(super) fn wait_all(&self, pass: u64) -> Result<()> {
         for action in 0.. {
-            if action as usize == self.done.lock().unwrap_or_else(PoisonError::into_inner).len() {
+            if action as usize
+                == self
+                    .done
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .len()
+            {
                 return Ok(());
             }
             if !self.wait(action, pass) {

@@ -26,7 +26,10 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
     states.advance()?;
     let mut under_way: VecDeque<(usize, u16)> = VecDeque::new();
     let settle = |states: &StateStream<'_>, under_way: &mut VecDeque<(usize, u16)>| {
-        while under_way.front().is_some_and(|(_, layer)| states.is_settled(*layer)) {
+        while under_way
+            .front()
+            .is_some_and(|(_, layer)| states.is_settled(*layer))
+        {
             let (index, _) = under_way.pop_front().expect("its front was seen");
             pass.progress.mark(index, pass.number);
         }
@@ -38,11 +41,16 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
             settle(states, &mut under_way);
         }
         if !await_turn(shared, Lane::Update, pass, index) {
-            return Err(Error::StoreFailed { first: "another lane failed".to_string() });
+            return Err(Error::StoreFailed {
+                first: "another lane failed".to_string(),
+            });
         }
         let started = Instant::now();
         update_tile(shared, pass, states, layer, slot)?;
-        shared.tiers.stats.trace("update", || format!("Update {layer}"), started);
+        shared
+            .tiers
+            .stats
+            .trace("update", || format!("Update {layer}"), started);
         under_way.push_back((index, layer));
         settle(states, &mut under_way);
     }
@@ -55,7 +63,10 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
 
 fn is_ready(pass: &Pass, index: usize) -> bool {
     let after = &pass.schedule.actions[index].after;
-    after.iter().all(|a| pass.progress.is_done(a.action, pass.number - u64::from(a.previous)))
+    after.iter().all(|a| {
+        pass.progress
+            .is_done(a.action, pass.number - u64::from(a.previous))
+    })
 }
 
 /// AdamW over one tile, extent by extent.
@@ -66,7 +77,11 @@ fn update_tile(
     layer: u16,
     slot: GradientSlot,
 ) -> Result<()> {
-    let adamw = pass.data.adamw.get().expect("the schedule puts updates after the norm");
+    let adamw = pass
+        .data
+        .adamw
+        .get()
+        .expect("the schedule puts updates after the norm");
     for extent in 0..shared.tiers.layout(layer).extent_count() {
         let mut slabs = states.take(layer, extent)?;
         let started = Instant::now();
@@ -121,5 +136,7 @@ fn update_span(
         GradientSpan::F32(&gradient.as_slice::<f32>()[range])
     };
     let decayed = usize::try_from(decayed).expect("at most an extent");
-    adamw_parallel(shared.isa, adamw, decayed, weight, moment1, moment2, gradient);
+    adamw_parallel(
+        shared.isa, adamw, decayed, weight, moment1, moment2, gradient,
+    );
 }

@@ -146,7 +146,10 @@ impl CheckpointStore {
     fn open_file(path: &Path, probe: &Probe, spec: Option<&Spec>) -> Result<CheckpointStore> {
         let opened = directory::open_file(path, probe.direct, false);
         let file = opened.map_err(|e| Error::io("open", path, e))?;
-        let length = file.metadata().map_err(|e| Error::io("look at", path, e))?.len();
+        let length = file
+            .metadata()
+            .map_err(|e| Error::io("look at", path, e))?
+            .len();
         let whole = length / PAGE_BYTES * PAGE_BYTES;
         let own = own_ring(spec.map(|spec| ExtentTable::new(&spec.sections)).as_ref())?;
         let memory = memory(&own, spec);
@@ -176,10 +179,20 @@ impl CheckpointStore {
         spec: Option<&Spec>,
     ) -> Result<CheckpointStore> {
         if bytes < format::REGIONS_START {
-            return Err(damaged(path, "file", 0, "at least 4 MiB", &format!("{bytes} bytes")));
+            return Err(damaged(
+                path,
+                "file",
+                0,
+                "at least 4 MiB",
+                &format!("{bytes} bytes"),
+            ));
         }
         let engine = spawn(path, disk)?;
-        let reader = Reader { path, engine: &engine, ring: &own };
+        let reader = Reader {
+            path,
+            engine: &engine,
+            ring: &own,
+        };
         let copies = reader.superblocks(bytes)?;
         let superblock = reader.choose(&copies)?;
         if let Some(spec) = spec {
@@ -188,7 +201,11 @@ impl CheckpointStore {
         let (commits, warnings) = reader.commits(&superblock)?;
         let table = match spec {
             Some(spec) => Some(ExtentTable::new(&spec.sections)),
-            None => commits.iter().flatten().next().map(|found| found.table.clone()),
+            None => commits
+                .iter()
+                .flatten()
+                .next()
+                .map(|found| found.table.clone()),
         };
         let stale = (0..SUPERBLOCK_COPIES)
             .filter(|copy| copies[*copy].as_ref().ok() != Some(&superblock))
@@ -275,7 +292,12 @@ impl CheckpointStore {
 
     /// Generations that can be read, ascending.
     pub fn generations(&self) -> Vec<u64> {
-        let mut found: Vec<u64> = self.commits.iter().flatten().map(|m| m.generation).collect();
+        let mut found: Vec<u64> = self
+            .commits
+            .iter()
+            .flatten()
+            .map(|m| m.generation)
+            .collect();
         found.sort_unstable();
         found
     }
@@ -405,14 +427,21 @@ impl CheckpointStore {
         reply: Sender<Outcome>,
     ) -> Result<()> {
         let bytes = manifest.table.slot_bytes(index);
-        assert!(slab.len() >= bytes, "{:?} holds less than {bytes} bytes", slab);
+        assert!(
+            slab.len() >= bytes,
+            "{:?} holds less than {bytes} bytes",
+            slab
+        );
         let order = Order {
             direction: Direction::Read,
             offset: self.extent_offset(manifest.region as usize, &manifest.table, index),
             payload: bytes,
             bytes,
             slab,
-            tag: Tag { number: index, reply },
+            tag: Tag {
+                number: index,
+                reply,
+            },
         };
         self.engine.submit(order).map_err(|_| stopped())
     }
@@ -466,7 +495,9 @@ impl CheckpointStore {
 }
 
 pub(super) fn stopped() -> Error {
-    Error::StoreFailed { first: "the store's thread has ended".to_string() }
+    Error::StoreFailed {
+        first: "the store's thread has ended".to_string(),
+    }
 }
 
 fn damaged(path: &Path, what: &str, offset: u64, expected: &str, got: &str) -> Error {
@@ -520,7 +551,13 @@ fn memory(own: &Ring, spec: Option<&Spec>) -> Vec<Span> {
 
 fn check_spec(path: &Path, superblock: &Superblock, spec: &Spec) -> Result<()> {
     let refused = |expected: String, got: String, remedy: &str| {
-        Err(Error::input("checkpoint", path.display().to_string(), expected, got, remedy))
+        Err(Error::input(
+            "checkpoint",
+            path.display().to_string(),
+            expected,
+            got,
+            remedy,
+        ))
     };
     if superblock.model_hash != spec.model_hash {
         return refused(
@@ -585,7 +622,9 @@ fn create_unready(
         .map_err(|e| Error::io("create", unready, e))?;
     let remedy = "free space, lower checkpoint.keep or name another checkpoint.dir";
     directory::reserve(&file, unready, bytes, "checkpoint", remedy)?;
-    let whole = file.try_clone().map_err(|e| Error::io("open", unready, e))?;
+    let whole = file
+        .try_clone()
+        .map_err(|e| Error::io("open", unready, e))?;
     let own = own_ring(Some(&ExtentTable::new(&spec.sections)))?;
     let (disk, note) = disk::open(file, bytes, probe, &memory(&own, Some(spec)))
         .map_err(|e| Error::io("start I/O on", unready, e))?;
@@ -627,7 +666,10 @@ impl Reader<'_> {
                 payload: count,
                 bytes: count,
                 slab: self.ring.take(),
-                tag: Tag { number: 0, reply: reply.clone() },
+                tag: Tag {
+                    number: 0,
+                    reply: reply.clone(),
+                },
             };
             self.engine.submit(order).map_err(|_| ended())?;
             let outcome = outcomes.recv().map_err(|_| ended())?;
@@ -695,11 +737,21 @@ impl Reader<'_> {
             return Ok(superblock);
         }
         Err(match copies.iter().find_map(|copy| copy.as_ref().err()) {
-            Some(Error::Damaged { what, offset, expected, got, .. }) => {
-                damaged(self.path, what, *offset, expected, got)
-            }
+            Some(Error::Damaged {
+                what,
+                offset,
+                expected,
+                got,
+                ..
+            }) => damaged(self.path, what, *offset, expected, got),
             Some(error) => damaged(self.path, "superblocks", 0, "one whole", &error.to_string()),
-            None => damaged(self.path, "superblocks", 0, "two that agree", "all different"),
+            None => damaged(
+                self.path,
+                "superblocks",
+                0,
+                "two that agree",
+                "all different",
+            ),
         })
     }
 
@@ -740,8 +792,11 @@ impl Reader<'_> {
 
     /// The first manifest copy of a committed region that is whole and the one named.
     fn commit(&self, superblock: &Superblock, index: usize) -> Result<Manifest> {
-        let Region::Committed { generation, manifest_bytes, manifest_checksum } =
-            superblock.regions[index]
+        let Region::Committed {
+            generation,
+            manifest_bytes,
+            manifest_checksum,
+        } = superblock.regions[index]
         else {
             unreachable!("asked for committed regions only")
         };

@@ -75,7 +75,11 @@ pub(super) fn begin(store: &mut CheckpointStore, generation: u64) -> Result<Comm
     };
     let newest = store.superblock.regions.iter().filter_map(committed).max();
     let Some(table) = store.table.clone() else {
-        return Err(refused(store, "a store opened with its sections", "one without a commit"));
+        return Err(refused(
+            store,
+            "a store opened with its sections",
+            "one without a commit",
+        ));
     };
     if newest.is_some_and(|newest| generation <= newest) {
         let expected = format!("a generation after {}", newest.unwrap_or(0));
@@ -137,8 +141,14 @@ impl Commit<'_> {
     pub fn submit(&mut self, key: ExtentKey, slab: Lease) -> Result<()> {
         let index = self.index(key);
         let bytes = self.table.slot_bytes(index);
-        assert!(slab.len() >= bytes, "{key}: {slab:?} is shorter than {bytes} bytes");
-        assert!(self.checksums[index].is_none(), "{key} was written before in this commit");
+        assert!(
+            slab.len() >= bytes,
+            "{key}: {slab:?} is shorter than {bytes} bytes"
+        );
+        assert!(
+            self.checksums[index].is_none(),
+            "{key} was written before in this commit"
+        );
         self.settle_ready()?;
         self.checksums[index] = Some(0);
         let order = Order {
@@ -147,7 +157,10 @@ impl Commit<'_> {
             payload: self.table.payload_bytes(index),
             bytes,
             slab,
-            tag: Tag { number: index, reply: self.reply.clone() },
+            tag: Tag {
+                number: index,
+                reply: self.reply.clone(),
+            },
         };
         self.store.engine.submit(order).map_err(|_| stopped())?;
         self.handed += 1;
@@ -186,7 +199,11 @@ impl Commit<'_> {
             return Err(refused(self.store, &expected, &metadata.len().to_string()));
         }
         let absent = self.checksums.iter().position(Option::is_none);
-        assert_eq!(absent.map(|index| self.table.key(index)), None, "never written");
+        assert_eq!(
+            absent.map(|index| self.table.key(index)),
+            None,
+            "never written"
+        );
         while self.settled < self.handed {
             let outcome = self.outcomes.recv().map_err(|_| stopped())?;
             self.settle(outcome)?;
@@ -281,15 +298,22 @@ fn succeed(superblock: &Superblock, index: usize, region: Region) -> Superblock 
     next.sequence += 1;
     next.regions[index] = region;
     loop {
-        let held = next.regions.iter().enumerate().filter_map(|(index, region)| match region {
-            Region::Free => None,
-            Region::Committed { generation, .. } => Some((*generation, index)),
-        });
+        let held = next
+            .regions
+            .iter()
+            .enumerate()
+            .filter_map(|(index, region)| match region {
+                Region::Free => None,
+                Region::Committed { generation, .. } => Some((*generation, index)),
+            });
         let held: Vec<(u64, usize)> = held.collect();
         if held.len() <= superblock.keep as usize {
             return next;
         }
-        let (_, oldest) = held.into_iter().min().expect("more than keep, which is at least 1");
+        let (_, oldest) = held
+            .into_iter()
+            .min()
+            .expect("more than keep, which is at least 1");
         next.regions[oldest] = Region::Free;
     }
 }
@@ -342,7 +366,10 @@ impl CheckpointStore {
                 payload: part.len(),
                 bytes: part.len().next_multiple_of(PAGE_BYTES as usize),
                 slab,
-                tag: Tag { number: index, reply: reply.clone() },
+                tag: Tag {
+                    number: index,
+                    reply: reply.clone(),
+                },
             };
             self.engine.submit(order).map_err(|_| stopped())?;
         }

@@ -37,7 +37,10 @@ pub(super) fn prepare(directory: &Path) -> Result<()> {
     }
     let mode = found.permissions().mode();
     if mode & 0o002 != 0 && mode & 0o1000 == 0 {
-        return refused("one that only its owner writes", "one that everybody may write");
+        return refused(
+            "one that only its owner writes",
+            "one that everybody may write",
+        );
     }
     Ok(())
 }
@@ -124,18 +127,25 @@ pub(super) fn reserve(
     match sys::reserve(file, bytes) {
         Ok(()) => Ok(()),
         // No reservation there (NFS, FUSE): the length is set, and space was looked at above.
-        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
-            file.set_len(bytes).map_err(|e| Error::io("extend", path, e))
-        }
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => file
+            .set_len(bytes)
+            .map_err(|e| Error::io("extend", path, e)),
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) => {
             file.set_len(0).ok();
             Err(full(sys::free_bytes(path).min(free)))
         }
         Err(error) => Err(Error::io("reserve space for", path, error)),
     }?;
-    let length = file.metadata().map_err(|e| Error::io("look at", path, e))?.size();
+    let length = file
+        .metadata()
+        .map_err(|e| Error::io("look at", path, e))?
+        .size();
     if length < bytes {
-        return Err(Error::io("reserve space for", path, io::ErrorKind::UnexpectedEof.into()));
+        return Err(Error::io(
+            "reserve space for",
+            path,
+            io::ErrorKind::UnexpectedEof.into(),
+        ));
     }
     Ok(())
 }

@@ -59,10 +59,27 @@ impl Operation {
     /// # Panics
     /// If it is wrong: the caller's error.
     pub fn check(&self, disk_bytes: u64) {
-        assert!(self.offset.is_multiple_of(PAGE_BYTES), "offset {}", self.offset);
-        assert!(self.bytes > 0 && self.bytes.is_multiple_of(PAGE), "bytes {}", self.bytes);
-        assert!(self.bytes <= self.slab.len(), "{} of {:?}", self.bytes, self.slab);
-        assert!(self.slab.as_ptr().addr().is_multiple_of(PAGE), "{:?}", self.slab);
+        assert!(
+            self.offset.is_multiple_of(PAGE_BYTES),
+            "offset {}",
+            self.offset
+        );
+        assert!(
+            self.bytes > 0 && self.bytes.is_multiple_of(PAGE),
+            "bytes {}",
+            self.bytes
+        );
+        assert!(
+            self.bytes <= self.slab.len(),
+            "{} of {:?}",
+            self.bytes,
+            self.slab
+        );
+        assert!(
+            self.slab.as_ptr().addr().is_multiple_of(PAGE),
+            "{:?}",
+            self.slab
+        );
         let end = self.offset.checked_add(self.bytes as u64);
         assert!(
             end.is_some_and(|end| end <= disk_bytes),
@@ -180,7 +197,10 @@ impl Progress {
 
 /// Whether the kernel asks for a repetition. ECANCELED: the thread that started it has ended.
 pub(super) fn is_transient(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR | libc::EBUSY | libc::ECANCELED))
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EAGAIN | libc::EINTR | libc::EBUSY | libc::ECANCELED)
+    )
 }
 
 /// What the probe of a directory found and chose.
@@ -224,7 +244,11 @@ pub fn probe(directory: &Path, wanted: Option<IoEngine>) -> Result<Probe> {
             "leave memory.io_engine out or set it to \"pread\"",
         ));
     }
-    let engine = if ring.is_ok() { IoEngine::Uring } else { IoEngine::Pread };
+    let engine = if ring.is_ok() {
+        IoEngine::Uring
+    } else {
+        IoEngine::Pread
+    };
     let reason = match (&ring, wanted) {
         (Err(error), None) => format!(" (io_uring: {error})"),
         _ => String::new(),
@@ -254,11 +278,20 @@ pub fn probe(directory: &Path, wanted: Option<IoEngine>) -> Result<Probe> {
     } else {
         None
     };
-    Ok(Probe { engine, direct, file_system: system.name, sentence, warning })
+    Ok(Probe {
+        engine,
+        direct,
+        file_system: system.name,
+        sentence,
+        warning,
+    })
 }
 
 fn is_unsupported(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTTY))
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTTY)
+    )
 }
 
 /// A page written and read back: some file systems take the flag and refuse the I/O.
@@ -271,7 +304,9 @@ fn try_page(file: &File) -> io::Result<()> {
     page.as_mut_slice::<u8>().fill(0);
     let read = file.read_at(page.as_mut_slice(), 0)?;
     if wrote != PAGE || read != PAGE || page.as_slice::<u8>().iter().any(|byte| *byte != 0xa5) {
-        return Err(io::Error::other("a page read back differs from what was written"));
+        return Err(io::Error::other(
+            "a page read back differs from what was written",
+        ));
     }
     Ok(())
 }
@@ -282,7 +317,13 @@ fn try_ring(disk: &mut UringDisk) -> io::Result<()> {
     let mut slab = cutter.cut(PAGE_BYTES);
     slab.as_mut_slice::<u8>().fill(0x5a);
     for direction in [Direction::Write, Direction::Read] {
-        disk.start(Operation { direction, offset: 0, bytes: PAGE, slab, token: 0 });
+        disk.start(Operation {
+            direction,
+            offset: 0,
+            bytes: PAGE,
+            slab,
+            token: 0,
+        });
         let mut finished = Vec::new();
         while finished.is_empty() {
             disk.wait(&mut finished);
@@ -297,7 +338,9 @@ fn try_ring(disk: &mut UringDisk) -> io::Result<()> {
         }
     }
     if slab.as_slice::<u8>().iter().any(|byte| *byte != 0x5a) {
-        return Err(io::Error::other("a page read back differs from what was written"));
+        return Err(io::Error::other(
+            "a page read back differs from what was written",
+        ));
     }
     Ok(())
 }
@@ -347,7 +390,10 @@ mod tests {
 
     #[test]
     fn transfers_without_progress_end() {
-        for outcome in [|| Ok(100), || Err(io::Error::from_raw_os_error(libc::EAGAIN))] {
+        for outcome in [
+            || Ok(100),
+            || Err(io::Error::from_raw_os_error(libc::EAGAIN)),
+        ] {
             let op = operation(Direction::Read);
             let mut progress = Progress::default();
             let count = (0..1000)

@@ -146,7 +146,11 @@ impl<T: Send + 'static> Engine<T> {
         let thread = std::thread::Builder::new()
             .name("terrace-store".to_string())
             .spawn(move || thread.run())?;
-        Ok(Engine { calls: Some(calls), shared, thread: Some(thread) })
+        Ok(Engine {
+            calls: Some(calls),
+            shared,
+            thread: Some(thread),
+        })
     }
 
     /// Hands an order over; waits while the channel is full.
@@ -282,7 +286,11 @@ impl<T> Thread<T> {
                 reply.send(outcome).ok();
             }
             Call::Order(order) => {
-                if self.tags.values().any(|(offset, _)| *offset == order.offset) {
+                if self
+                    .tags
+                    .values()
+                    .any(|(offset, _)| *offset == order.offset)
+                {
                     return Some(Call::Order(order));
                 }
                 self.begin(order);
@@ -308,7 +316,11 @@ impl<T> Thread<T> {
         *count += 1;
         let token = self.next_token;
         self.next_token += 1;
-        let pending = Pending { tag: order.tag, started, checksum: sum };
+        let pending = Pending {
+            tag: order.tag,
+            started,
+            checksum: sum,
+        };
         self.tags.insert(token, (order.offset, pending));
         self.disk.start(Operation {
             direction: order.direction,
@@ -320,12 +332,18 @@ impl<T> Thread<T> {
     }
 
     fn finish(&mut self, Finished { operation, result }: Finished) {
-        let (_, pending) =
-            self.tags.remove(&operation.token).expect("every token was started once");
+        let (_, pending) = self
+            .tags
+            .remove(&operation.token)
+            .expect("every token was started once");
         let direction = operation.direction;
         let (count, since) = &mut self.in_disk[direction as usize];
         *count -= 1;
-        let busy = if *count == 0 { since.elapsed().as_nanos() as u64 } else { 0 };
+        let busy = if *count == 0 {
+            since.elapsed().as_nanos() as u64
+        } else {
+            0
+        };
         self.count(|counters| {
             let flow = counters.flow(direction);
             flow.count += 1;

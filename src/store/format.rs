@@ -99,9 +99,15 @@ pub const METADATA_BYTES_MAX: usize = 1 << 20;
 const PAGE: usize = PAGE_BYTES as usize;
 
 const _: () = assert!(superblock::BYTES == PAGE, "a superblock is a page");
-const _: () = assert!(superblock::CHECKSUM.start + 16 == PAGE, "its checksum ends it");
+const _: () = assert!(
+    superblock::CHECKSUM.start + 16 == PAGE,
+    "its checksum ends it"
+);
 const _: () = assert!(region::BYTES == 64, "regions have no padding");
-const _: () = assert!(manifest::BYTES == 128, "a manifest's beginning is 128 bytes");
+const _: () = assert!(
+    manifest::BYTES == 128,
+    "a manifest's beginning is 128 bytes"
+);
 const _: () = assert!(entry::BYTES == 64, "entries have no padding");
 const _: () = assert!(REGION_COUNT_MAX == 32, "keep is at most 31");
 
@@ -124,7 +130,12 @@ fn flaw<T>(
     expected: impl ToString,
     got: impl ToString,
 ) -> Result<T, Flaw> {
-    Err(Flaw { what, offset: field.start, expected: expected.to_string(), got: got.to_string() })
+    Err(Flaw {
+        what,
+        offset: field.start,
+        expected: expected.to_string(),
+        got: got.to_string(),
+    })
 }
 
 /// A region in the superblock.
@@ -177,8 +188,9 @@ impl Geometry {
             + METADATA_BYTES_MAX as u64)
             .next_multiple_of(PAGE_BYTES);
         let region_bytes = extents_bytes.checked_add(MANIFEST_COPIES * manifest_bytes_max)?;
-        let file_bytes =
-            region_bytes.checked_mul(u64::from(region_count))?.checked_add(REGIONS_START)?;
+        let file_bytes = region_bytes
+            .checked_mul(u64::from(region_count))?
+            .checked_add(REGIONS_START)?;
         (file_bytes < 1 << 62).then_some(Geometry {
             extent_count,
             extents_bytes,
@@ -255,7 +267,10 @@ fn take_u128(bytes: &[u8], field: Field) -> u128 {
 
 fn zeros(bytes: &[u8], fields: &[Field]) -> Result<(), Flaw> {
     for field in fields {
-        if bytes[field.start..field.start + field.bytes].iter().any(|byte| *byte != 0) {
+        if bytes[field.start..field.start + field.bytes]
+            .iter()
+            .any(|byte| *byte != 0)
+        {
             return flaw("reserved bytes", *field, "zeros", "other bytes");
         }
     }
@@ -282,19 +297,32 @@ impl Superblock {
         put(&mut page, REGION_COUNT, &sizes.region_count.to_le_bytes());
         put(&mut page, EXTENT_COUNT, &sizes.extent_count.to_le_bytes());
         put(&mut page, EXTENTS_BYTES, &sizes.extents_bytes.to_le_bytes());
-        put(&mut page, MANIFEST_BYTES_MAX, &sizes.manifest_bytes_max.to_le_bytes());
+        put(
+            &mut page,
+            MANIFEST_BYTES_MAX,
+            &sizes.manifest_bytes_max.to_le_bytes(),
+        );
         put(&mut page, REGION_BYTES, &sizes.region_bytes.to_le_bytes());
         put(&mut page, FILE_BYTES, &sizes.file_bytes.to_le_bytes());
         for (index, found) in self.regions.iter().enumerate() {
             let start = REGIONS.start + index * region::BYTES;
             let bytes = &mut page[start..start + region::BYTES];
-            if let Region::Committed { generation, manifest_bytes, manifest_checksum } = found {
+            if let Region::Committed {
+                generation,
+                manifest_bytes,
+                manifest_checksum,
+            } = found
+            {
                 let offset = sizes.manifest_offset(index, 0);
                 put(bytes, region::STATE, &1u32.to_le_bytes());
                 put(bytes, region::GENERATION, &generation.to_le_bytes());
                 put(bytes, region::MANIFEST_OFFSET, &offset.to_le_bytes());
                 put(bytes, region::MANIFEST_BYTES, &manifest_bytes.to_le_bytes());
-                put(bytes, region::MANIFEST_CHECKSUM, &manifest_checksum.to_le_bytes());
+                put(
+                    bytes,
+                    region::MANIFEST_CHECKSUM,
+                    &manifest_checksum.to_le_bytes(),
+                );
             }
         }
         let sum = checksum(&page[..CHECKSUM.start]);
@@ -309,7 +337,12 @@ impl Superblock {
         assert_eq!(page.len(), BYTES);
         let magic: [u8; 8] = take(page, MAGIC);
         if magic != SUPERBLOCK_MAGIC {
-            return flaw("superblock magic", MAGIC, "TERRTILE", format!("{magic:02x?}"));
+            return flaw(
+                "superblock magic",
+                MAGIC,
+                "TERRTILE",
+                format!("{magic:02x?}"),
+            );
         }
         let (expected, got) = (take_u128(page, CHECKSUM), checksum(&page[..CHECKSUM.start]));
         if expected != got {
@@ -361,7 +394,12 @@ impl Superblock {
         let region_count = take_u32(page, REGION_COUNT);
         let Some(geometry) = Geometry::new(count, bytes, region_count) else {
             let got = format!("{count} extents, {bytes} bytes, {region_count} regions");
-            return flaw("store sizes", EXTENT_COUNT, "sizes within the format's", got);
+            return flaw(
+                "store sizes",
+                EXTENT_COUNT,
+                "sizes within the format's",
+                got,
+            );
         };
         let exact = [
             (MANIFEST_BYTES_MAX, geometry.manifest_bytes_max),
@@ -381,27 +419,48 @@ impl Superblock {
 fn decode_region(page: &[u8], index: usize, geometry: &Geometry) -> Result<Region, Flaw> {
     let start = superblock::REGIONS.start + index * region::BYTES;
     let bytes = &page[start..start + region::BYTES];
-    let at = |field: Field| Field { start: start + field.start, ..field };
+    let at = |field: Field| Field {
+        start: start + field.start,
+        ..field
+    };
     let state = take_u32(bytes, region::STATE);
     let inside = index < geometry.region_count as usize;
     if state == 0 {
-        zeros(page, &[Field { start, bytes: region::BYTES }])?;
+        zeros(
+            page,
+            &[Field {
+                start,
+                bytes: region::BYTES,
+            }],
+        )?;
         return Ok(Region::Free);
     }
     if state != 1 || !inside {
         return flaw("region state", at(region::STATE), "0 or 1", state);
     }
     zeros(page, &[at(region::RESERVED_1), at(region::RESERVED_2)])?;
-    let (expected, got) =
-        (geometry.manifest_offset(index, 0), take_u64(bytes, region::MANIFEST_OFFSET));
+    let (expected, got) = (
+        geometry.manifest_offset(index, 0),
+        take_u64(bytes, region::MANIFEST_OFFSET),
+    );
     if expected != got {
-        return flaw("manifest offset", at(region::MANIFEST_OFFSET), expected, got);
+        return flaw(
+            "manifest offset",
+            at(region::MANIFEST_OFFSET),
+            expected,
+            got,
+        );
     }
     let manifest_bytes = take_u64(bytes, region::MANIFEST_BYTES);
     let least = manifest::BYTES as u64 + geometry.extent_count * entry::BYTES as u64;
     if !(least..=geometry.manifest_bytes_max).contains(&manifest_bytes) {
         let expected = format!("{least}..={}", geometry.manifest_bytes_max);
-        return flaw("manifest bytes", at(region::MANIFEST_BYTES), expected, manifest_bytes);
+        return flaw(
+            "manifest bytes",
+            at(region::MANIFEST_BYTES),
+            expected,
+            manifest_bytes,
+        );
     }
     Ok(Region::Committed {
         generation: take_u64(bytes, region::GENERATION),
@@ -455,17 +514,32 @@ impl Manifest {
         put(&mut bytes, STORE_UUID, &self.store_uuid.to_le_bytes());
         put(&mut bytes, MODEL_HASH, &self.model_hash.to_le_bytes());
         put(&mut bytes, GENERATION, &self.generation.to_le_bytes());
-        put(&mut bytes, EXTENT_COUNT, &(self.table.count() as u64).to_le_bytes());
-        put(&mut bytes, METADATA_BYTES, &(self.metadata.len() as u64).to_le_bytes());
+        put(
+            &mut bytes,
+            EXTENT_COUNT,
+            &(self.table.count() as u64).to_le_bytes(),
+        );
+        put(
+            &mut bytes,
+            METADATA_BYTES,
+            &(self.metadata.len() as u64).to_le_bytes(),
+        );
         put(&mut bytes, MANIFEST_BYTES, &(total as u64).to_le_bytes());
         let extents = geometry.extents_offset(self.region as usize);
         for (index, sum) in self.checksums.iter().enumerate() {
             let start = BYTES + index * entry::BYTES;
-            let (key, slot) = (self.table.key(index), &mut bytes[start..start + entry::BYTES]);
+            let (key, slot) = (
+                self.table.key(index),
+                &mut bytes[start..start + entry::BYTES],
+            );
             put(slot, entry::LAYER, &key.tile.layer.to_le_bytes());
             put(slot, entry::PART, &key.tile.part.to_le_bytes());
             put(slot, entry::SECTION, &[key.section as u8]);
-            put(slot, entry::ELEMENT_BYTES, &[self.table.element_bytes(index) as u8]);
+            put(
+                slot,
+                entry::ELEMENT_BYTES,
+                &[self.table.element_bytes(index) as u8],
+            );
             put(slot, entry::EXTENT, &key.extent.to_le_bytes());
             let payload = self.table.payload_bytes(index) as u64;
             put(slot, entry::PAYLOAD_BYTES, &payload.to_le_bytes());
@@ -485,7 +559,12 @@ impl Manifest {
         use manifest::*;
         let whole = Field { start: 0, bytes: 0 };
         if bytes.len() < BYTES {
-            return flaw("manifest", whole, format!("at least {BYTES} bytes"), bytes.len());
+            return flaw(
+                "manifest",
+                whole,
+                format!("at least {BYTES} bytes"),
+                bytes.len(),
+            );
         }
         let magic: [u8; 8] = take(bytes, MAGIC);
         if magic != MANIFEST_MAGIC {
@@ -502,7 +581,12 @@ impl Manifest {
         }
         let region = take_u32(bytes, REGION);
         if region >= geometry.region_count {
-            return flaw("region", REGION, format!("below {}", geometry.region_count), region);
+            return flaw(
+                "region",
+                REGION,
+                format!("below {}", geometry.region_count),
+                region,
+            );
         }
         zeros(bytes, &[RESERVED_1])?;
         let count = take_u64(bytes, EXTENT_COUNT);
@@ -546,7 +630,10 @@ struct Entry {
 
 fn decode_entry(slot: &[u8], start: usize, generation: u64) -> Result<Entry, Flaw> {
     use entry::*;
-    let at = |field: Field| Field { start: start + field.start, ..field };
+    let at = |field: Field| Field {
+        start: start + field.start,
+        ..field
+    };
     zeros(slot, &[RESERVED_1, RESERVED_2, RESERVED_3])?;
     let [section] = take(slot, SECTION);
     let Some(section) = Section::from_index(section) else {
@@ -566,7 +653,10 @@ fn decode_entry(slot: &[u8], start: usize, generation: u64) -> Result<Entry, Fla
     }
     Ok(Entry {
         key: ExtentKey {
-            tile: TileId { layer: take_u16(slot, LAYER), part: take_u16(slot, PART) },
+            tile: TileId {
+                layer: take_u16(slot, LAYER),
+                part: take_u16(slot, PART),
+            },
             section,
             extent: take_u32(slot, EXTENT),
         },
@@ -590,7 +680,10 @@ fn decode_entries(
     for (index, slot) in bytes.chunks_exact(entry::BYTES).enumerate() {
         let start = manifest::BYTES + index * entry::BYTES;
         let found = decode_entry(slot, start, generation)?;
-        let place = Field { start, bytes: entry::BYTES };
+        let place = Field {
+            start,
+            bytes: entry::BYTES,
+        };
         if found.offset != end {
             return flaw("extent offset", place, end, found.offset);
         }
@@ -599,7 +692,12 @@ fn decode_entries(
             || found.payload > most
             || !found.payload.is_multiple_of(found.element_bytes)
         {
-            return flaw("extent payload", place, format!("1..={most}"), found.payload);
+            return flaw(
+                "extent payload",
+                place,
+                format!("1..={most}"),
+                found.payload,
+            );
         }
         let elements = found.payload / found.element_bytes;
         let key = found.key;
@@ -633,7 +731,10 @@ fn decode_entries(
     }
     let expected = geometry.extents_offset(region) + geometry.extents_bytes;
     if end != expected {
-        let place = Field { start: manifest::BYTES, bytes: bytes.len() };
+        let place = Field {
+            start: manifest::BYTES,
+            bytes: bytes.len(),
+        };
         return flaw("end of the extents", place, expected, end);
     }
     Ok((ExtentTable::new(&sections), checksums))
@@ -721,13 +822,19 @@ mod tests {
         let mut page = superblock.encode(2);
         for bit in 0..page.len() * 8 {
             page[bit / 8] ^= 1 << (bit % 8);
-            assert!(Superblock::decode(&page, 2).is_err(), "superblock bit {bit}");
+            assert!(
+                Superblock::decode(&page, 2).is_err(),
+                "superblock bit {bit}"
+            );
             page[bit / 8] ^= 1 << (bit % 8);
         }
         let mut bytes = manifest.encode(&superblock.geometry);
         for bit in 0..bytes.len() * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
-            assert!(Manifest::decode(&bytes, &superblock.geometry).is_err(), "manifest bit {bit}");
+            assert!(
+                Manifest::decode(&bytes, &superblock.geometry).is_err(),
+                "manifest bit {bit}"
+            );
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
         for length in 0..bytes.len() {
@@ -744,7 +851,9 @@ mod tests {
         let bytes = manifest.encode(&superblock.geometry);
         let mut state = 1u64;
         let mut random = move || {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             (state >> 33) as usize
         };
         let (mut refused, mut newer) = (0, 0);
@@ -774,7 +883,10 @@ mod tests {
         let (superblock, _) = sample();
         let mut page = superblock.encode(0);
         put(&mut page, superblock::VERSION, &2u32.to_le_bytes());
-        assert!(Superblock::decode(&page, 0).is_err(), "without its checksum it is damage");
+        assert!(
+            Superblock::decode(&page, 0).is_err(),
+            "without its checksum it is damage"
+        );
         let sum = checksum(&page[..superblock::CHECKSUM.start]);
         put(&mut page, superblock::CHECKSUM, &sum.to_le_bytes());
         assert_eq!(Superblock::decode(&page, 0), Ok(Err(2)));

@@ -86,7 +86,11 @@ impl StoredSection {
     /// Names of its extents, in order.
     pub fn keys(&self) -> impl Iterator<Item = ExtentKey> + use<> {
         let (tile, section) = (self.tile, self.section);
-        (0..self.extent_count()).map(move |extent| ExtentKey { tile, section, extent })
+        (0..self.extent_count()).map(move |extent| ExtentKey {
+            tile,
+            section,
+            extent,
+        })
     }
 }
 
@@ -125,10 +129,17 @@ impl ExtentTable {
     pub fn new(sections: &[StoredSection]) -> ExtentTable {
         let mut sorted = sections.to_vec();
         sorted.sort_by_key(|section| (section.tile, section.section));
-        let mut table =
-            ExtentTable { sections: Vec::with_capacity(sorted.len()), count: 0, bytes: 0 };
+        let mut table = ExtentTable {
+            sections: Vec::with_capacity(sorted.len()),
+            count: 0,
+            bytes: 0,
+        };
         for section in sorted {
-            assert!((1..=4).contains(&section.element_bytes), "{}", section.element_bytes);
+            assert!(
+                (1..=4).contains(&section.element_bytes),
+                "{}",
+                section.element_bytes
+            );
             assert!(
                 (1..=EXTENT_COUNT_MAX * EXTENT_ELEMENTS).contains(&section.elements),
                 "{} {} has {} elements",
@@ -138,12 +149,19 @@ impl ExtentTable {
             );
             let id = |s: &StoredSection| (s.tile, s.section);
             assert!(
-                table.sections.last().is_none_or(|last| id(&last.section) < id(&section)),
+                table
+                    .sections
+                    .last()
+                    .is_none_or(|last| id(&last.section) < id(&section)),
                 "{} {} comes twice",
                 section.tile,
                 section.section
             );
-            table.sections.push(PlacedSection { section, first: table.count, offset: table.bytes });
+            table.sections.push(PlacedSection {
+                section,
+                first: table.count,
+                offset: table.bytes,
+            });
             table.count += section.extent_count() as usize;
             table.bytes += section.slot_bytes();
             assert!(table.count as u64 <= EXTENT_COUNT_MAX, "too many extents");
@@ -181,7 +199,11 @@ impl ExtentTable {
     /// Name of the extent at `index`.
     pub fn key(&self, index: usize) -> ExtentKey {
         let (placed, extent) = self.placed(index);
-        ExtentKey { tile: placed.section.tile, section: placed.section.section, extent }
+        ExtentKey {
+            tile: placed.section.tile,
+            section: placed.section.section,
+            extent,
+        }
     }
 
     /// Bytes of an extent's elements, without padding.
@@ -194,7 +216,8 @@ impl ExtentTable {
 
     /// Bytes of an extent on disk: whole pages.
     pub fn slot_bytes(&self, index: usize) -> usize {
-        self.payload_bytes(index).next_multiple_of(PAGE_BYTES as usize)
+        self.payload_bytes(index)
+            .next_multiple_of(PAGE_BYTES as usize)
     }
 
     /// Most bytes that an extent of this store has on disk.
@@ -215,8 +238,15 @@ impl ExtentTable {
     }
 
     fn placed(&self, index: usize) -> (&PlacedSection, u32) {
-        assert!(index < self.count, "extent {index} of {} does not exist", self.count);
-        let at = self.sections.partition_point(|placed| placed.first <= index) - 1;
+        assert!(
+            index < self.count,
+            "extent {index} of {} does not exist",
+            self.count
+        );
+        let at = self
+            .sections
+            .partition_point(|placed| placed.first <= index)
+            - 1;
         let placed = &self.sections[at];
         (placed, (index - placed.first) as u32)
     }
@@ -260,7 +290,10 @@ mod tests {
         assert_eq!(table.payload_bytes(0), 128);
         assert_eq!(table.payload_bytes(4), 4);
         assert_eq!(table.slot_bytes_max(), 4 << 20);
-        let absent = ExtentKey { extent: 3, ..table.key(4) };
+        let absent = ExtentKey {
+            extent: 3,
+            ..table.key(4)
+        };
         assert_eq!(table.index(absent), None);
     }
 }

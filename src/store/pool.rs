@@ -46,14 +46,14 @@ impl PoolDisk {
         };
         for index in 0..DEPTH {
             let (orders, reply, file) = (orders.clone(), disk.reply.clone(), disk.file.clone());
-            let thread = std::thread::Builder::new().name(format!("terrace-io-{index}")).spawn(
-                move || {
+            let thread = std::thread::Builder::new()
+                .name(format!("terrace-io-{index}"))
+                .spawn(move || {
                     for operation in orders {
                         // The disk that would receive it is gone only when it was dropped.
                         reply.send(Reply::Finished(transfer(&file, operation))).ok();
                     }
-                },
-            )?;
+                })?;
             disk.threads.push(thread);
         }
         Ok(disk)

@@ -150,7 +150,15 @@ impl Scratch {
                 .map_err(|e| Error::io("start a thread for", &path, e))?;
             engines.push(engine);
         }
-        Ok(Scratch { table, places, entries, failure, engines, sentences, _locks: locks })
+        Ok(Scratch {
+            table,
+            places,
+            entries,
+            failure,
+            engines,
+            sentences,
+            _locks: locks,
+        })
     }
 
     /// What to say once: engine, direct or buffered, file system of each path; then warnings.
@@ -189,9 +197,17 @@ impl Scratch {
     /// If the store has no such extent, or `bytes` or the slab do not fit it.
     pub fn submit(&self, request: Request) -> Result<()> {
         let index = self.index(request.key);
-        let (payload, bytes) = (self.table.payload_bytes(index), self.table.slot_bytes(index));
+        let (payload, bytes) = (
+            self.table.payload_bytes(index),
+            self.table.slot_bytes(index),
+        );
         assert_eq!(request.bytes, payload, "{}", request.key);
-        assert!(request.slab.len() >= bytes, "{}: {:?}", request.key, request.slab);
+        assert!(
+            request.slab.len() >= bytes,
+            "{}: {:?}",
+            request.key,
+            request.slab
+        );
         if let Some(first) = self.failure.get() {
             let first = first.clone();
             return Err(Error::StoreFailed { first });
@@ -203,11 +219,17 @@ impl Scratch {
             payload,
             bytes,
             slab: request.slab,
-            tag: Tag { index, key: request.key, reply: request.reply },
+            tag: Tag {
+                index,
+                key: request.key,
+                reply: request.reply,
+            },
         };
         self.engines[usize::from(place.path)]
             .submit(order)
-            .map_err(|_| Error::StoreFailed { first: "the store's thread has ended".to_string() })
+            .map_err(|_| Error::StoreFailed {
+                first: "the store's thread has ended".to_string(),
+            })
     }
 
     /// What moved so far, over all paths.
@@ -248,7 +270,10 @@ fn place(table: &ExtentTable, budgets: &[u64]) -> Result<(Vec<Place>, Vec<u64>)>
                 remedy: "raise memory.store or add a path to it".to_string(),
             });
         };
-        places.push(Place { path: path as u16, offset: used[path] });
+        places.push(Place {
+            path: path as u16,
+            offset: used[path],
+        });
         used[path] += bytes;
     }
     Ok((places, used))
@@ -267,7 +292,13 @@ fn make_file(directory: &Path, bytes: u64, direct: bool) -> Result<File> {
         directory::open_file(&path, direct, true).map_err(|e| Error::io("create", &path, e))?;
     std::fs::remove_file(&path).map_err(|e| Error::io("unlink", &path, e))?;
     if bytes > 0 {
-        directory::reserve(&file, &path, bytes, "store", "free space or lower memory.store")?;
+        directory::reserve(
+            &file,
+            &path,
+            bytes,
+            "store",
+            "free space or lower memory.store",
+        )?;
     }
     Ok(file)
 }
@@ -299,7 +330,10 @@ fn settle(done: Done<Tag>, path: &Path, entries: &Entries, failure: &Failure) {
         (Ok(()), Direction::Read) => {
             let entry = locked(entries)[index];
             if entry.generation == 0 {
-                Err(failed(io::Error::new(io::ErrorKind::NotFound, "the extent was never written")))
+                Err(failed(io::Error::new(
+                    io::ErrorKind::NotFound,
+                    "the extent was never written",
+                )))
             } else if entry.checksum != done.checksum {
                 Err(Error::ExtentChecksum {
                     path: path.to_path_buf(),
@@ -317,7 +351,12 @@ fn settle(done: Done<Tag>, path: &Path, entries: &Entries, failure: &Failure) {
     if let Err(error) = &result {
         failure.get_or_init(|| error.to_string());
     }
-    let completion = Completion { kind: done.direction, key, slab: done.slab, result };
+    let completion = Completion {
+        kind: done.direction,
+        key,
+        slab: done.slab,
+        result,
+    };
     // Whoever dropped the receiver wants no answer; the slab goes back to its ring.
     reply.send(completion).ok();
 }
@@ -347,8 +386,13 @@ mod tests {
             assert_eq!(at.offset, next[usize::from(at.path)]);
             next[usize::from(at.path)] += table.slot_bytes(index) as u64;
         }
-        let refusal = place(&table, &[500 << 20]).err().expect("100 MiB are missing");
+        let refusal = place(&table, &[500 << 20])
+            .err()
+            .expect("100 MiB are missing");
         assert_eq!(refusal.exit_code(), 2);
-        assert!(refusal.to_string().contains(&(100u64 << 20).to_string()), "{refusal}");
+        assert!(
+            refusal.to_string().contains(&(100u64 << 20).to_string()),
+            "{refusal}"
+        );
     }
 }

@@ -107,8 +107,17 @@ impl SimDisk {
     }
 
     fn with_image(image: Pages, bytes: u64, faults: Faults) -> SimDisk {
-        let state = State { live: image.clone(), durable: image, faults, ..State::default() };
-        SimDisk { state: Arc::new(Mutex::new(state)), bytes, ready: Arc::default() }
+        let state = State {
+            live: image.clone(),
+            durable: image,
+            faults,
+            ..State::default()
+        };
+        SimDisk {
+            state: Arc::new(Mutex::new(state)),
+            bytes,
+            ready: Arc::default(),
+        }
     }
 
     /// A disk with the image that a power cut leaves now.
@@ -150,7 +159,9 @@ impl SimDisk {
         let mut state = self.state();
         let State { live, durable, .. } = &mut *state;
         for image in [live, durable] {
-            let page = image.entry(byte / PAGE_BYTES).or_insert_with(|| Box::new([0; PAGE]));
+            let page = image
+                .entry(byte / PAGE_BYTES)
+                .or_insert_with(|| Box::new([0; PAGE]));
             page[(byte % PAGE_BYTES) as usize] ^= 1 << bit;
         }
     }

@@ -64,10 +64,17 @@ pub(super) fn file_system(path: &Path) -> io::Result<FileSystem> {
         _ => "",
     };
     Ok(FileSystem {
-        name: if known.is_empty() { format!("file system {magic:#x}") } else { known.to_string() },
+        name: if known.is_empty() {
+            format!("file system {magic:#x}")
+        } else {
+            known.to_string()
+        },
         free: (stat.f_bavail as u64).saturating_mul(stat.f_bsize as u64),
         volatile: matches!(known, "tmpfs" | "ramfs"),
-        remote: matches!(known, "nfs" | "fuse" | "cifs" | "smb2" | "9p" | "lustre" | "ceph"),
+        remote: matches!(
+            known,
+            "nfs" | "fuse" | "cifs" | "smb2" | "9p" | "lustre" | "ceph"
+        ),
     })
 }
 

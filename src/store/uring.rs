@@ -129,11 +129,10 @@ impl UringDisk {
         for span in memory {
             let piece = (REGISTERED_BYTES_MAX / span.stride()).max(1) * span.stride();
             let (start, end) = (span.address(), span.address() + span.bytes());
-            pieces.extend(
-                (start..end)
-                    .step_by(piece)
-                    .map(|at| Registered { start: at, end: (at + piece).min(end) }),
-            );
+            pieces.extend((start..end).step_by(piece).map(|at| Registered {
+                start: at,
+                end: (at + piece).min(end),
+            }));
         }
         if pieces.is_empty() {
             return;
@@ -156,7 +155,10 @@ impl UringDisk {
 
     fn buffer_index(&self, address: usize, bytes: usize) -> Option<u16> {
         let holds = |piece: &Registered| piece.start <= address && address + bytes <= piece.end;
-        self.registered.iter().position(holds).map(|index| index as u16)
+        self.registered
+            .iter()
+            .position(holds)
+            .map(|index| index as u16)
     }
 
     /// Hands the rest of a flight to the kernel.
@@ -171,18 +173,20 @@ impl UringDisk {
         let length = u32::try_from(bytes).expect("an operation is far below 4 GiB");
         let file = types::Fixed(0);
         let entry = match (direction, self.buffer_index(address.addr(), bytes)) {
-            (Direction::Read, Some(index)) => {
-                opcode::ReadFixed::new(file, address, length, index).offset(offset).build()
-            }
+            (Direction::Read, Some(index)) => opcode::ReadFixed::new(file, address, length, index)
+                .offset(offset)
+                .build(),
             (Direction::Write, Some(index)) => {
-                opcode::WriteFixed::new(file, address, length, index).offset(offset).build()
+                opcode::WriteFixed::new(file, address, length, index)
+                    .offset(offset)
+                    .build()
             }
-            (Direction::Read, None) => {
-                opcode::Read::new(file, address, length).offset(offset).build()
-            }
-            (Direction::Write, None) => {
-                opcode::Write::new(file, address, length).offset(offset).build()
-            }
+            (Direction::Read, None) => opcode::Read::new(file, address, length)
+                .offset(offset)
+                .build(),
+            (Direction::Write, None) => opcode::Write::new(file, address, length)
+                .offset(offset)
+                .build(),
         };
         if !self.push(&entry.user_data(number as u64)) {
             let errno = self.broken.unwrap_or(libc::EIO);
@@ -227,7 +231,11 @@ impl UringDisk {
 
     /// Takes completions off the queue.
     fn reap(&mut self) {
-        assert_eq!(self.ring.completion().overflow(), 0, "in flight exceeds the queue");
+        assert_eq!(
+            self.ring.completion().overflow(),
+            0,
+            "in flight exceeds the queue"
+        );
         loop {
             let Some(entry) = self.ring.completion().next() else {
                 return;
@@ -249,15 +257,22 @@ impl UringDisk {
     }
 
     fn settle(&mut self, number: usize, moved: io::Result<usize>) {
-        let flight = self.flights[number].as_mut().expect("a completion has a flight");
+        let flight = self.flights[number]
+            .as_mut()
+            .expect("a completion has a flight");
         let result = match flight.progress.advance(&flight.operation, moved) {
             Next::Again if self.broken.is_none() => return self.send(number),
-            Next::Again => Err(io::Error::from_raw_os_error(self.broken.unwrap_or(libc::EIO))),
+            Next::Again => Err(io::Error::from_raw_os_error(
+                self.broken.unwrap_or(libc::EIO),
+            )),
             Next::Done => Ok(()),
             Next::Failed(error) => Err(error),
         };
         let flight = self.flights[number].take().expect("looked at above");
-        self.ready.push_back(Finished { operation: flight.operation, result });
+        self.ready.push_back(Finished {
+            operation: flight.operation,
+            result,
+        });
     }
 
     fn poll_event(&mut self) {
@@ -307,7 +322,10 @@ impl Disk for UringDisk {
             .position(Option::is_none)
             .expect("fewer flights than the table holds");
         self.in_flight += 1;
-        self.flights[number] = Some(Flight { operation, progress: Progress::default() });
+        self.flights[number] = Some(Flight {
+            operation,
+            progress: Progress::default(),
+        });
         self.send(number);
     }
 

@@ -58,13 +58,20 @@ impl Metrics {
         std::fs::rename(&staged, &path).map_err(|e| Error::io("replace", &path, e))?;
         let file = OpenOptions::new().append(true).open(&path);
         let file = file.map_err(|e| Error::io("open", &path, e))?;
-        Ok(Metrics { path, file: BufWriter::new(file) })
+        Ok(Metrics {
+            path,
+            file: BufWriter::new(file),
+        })
     }
 
     /// Appends a step.
     pub fn step(&mut self, report: &StepReport) -> Result<()> {
         let named = |names: [&str; 4], values: [serde_json::Value; 4]| {
-            names.into_iter().map(str::to_string).zip(values).collect::<serde_json::Map<_, _>>()
+            names
+                .into_iter()
+                .map(str::to_string)
+                .zip(values)
+                .collect::<serde_json::Map<_, _>>()
         };
         let moved = &report.moved;
         self.line(&json!({
@@ -94,7 +101,9 @@ impl Metrics {
 
     /// Writes what is buffered.
     pub fn flush(&mut self) -> Result<()> {
-        self.file.flush().map_err(|e| Error::io("write", &self.path, e))
+        self.file
+            .flush()
+            .map_err(|e| Error::io("write", &self.path, e))
     }
 
     fn line(&mut self, value: &serde_json::Value) -> Result<()> {

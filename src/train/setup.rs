@@ -85,8 +85,18 @@ pub fn resolve_budgets(spec: &ModelSpec, config: &RunConfig) -> Budget {
             (path.clone(), bytes)
         })
         .collect();
-    let total = store.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
-    Budget { budgets: Budgets { device, host, store: total }, store, sentences }
+    let total = store
+        .iter()
+        .fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+    Budget {
+        budgets: Budgets {
+            device,
+            host,
+            store: total,
+        },
+        store,
+        sentences,
+    }
 }
 
 /// Bytes of the device's arena with nothing recomputed.

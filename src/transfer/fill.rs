@@ -22,7 +22,12 @@ impl<'a> Fill<'a> {
     /// Nothing written yet.
     pub fn new(tiers: &'a Tiers) -> Fill<'a> {
         let (reply, done) = crossbeam_channel::unbounded();
-        Fill { tiers, reply, done, outstanding: 0 }
+        Fill {
+            tiers,
+            reply,
+            done,
+            outstanding: 0,
+        }
     }
 
     /// Writes one extent: `with` gets its bytes, without padding, and must set them all.
@@ -38,7 +43,10 @@ impl<'a> Fill<'a> {
             if let Some(slab) = self.tiers.ring.try_take() {
                 break slab;
             }
-            assert!(self.outstanding > 0, "the ring is this function's while lanes stand still");
+            assert!(
+                self.outstanding > 0,
+                "the ring is this function's while lanes stand still"
+            );
             self.reap()?;
         };
         let bytes = usize::try_from(self.tiers.extent_bytes(key)).expect("an extent fits");
@@ -90,7 +98,11 @@ impl Tiers {
                 master.resize((elements.end - elements.start) as usize, 0.0f32);
                 values(layout.id.layer, elements, &mut master)?;
                 for section in self.sections() {
-                    let key = ExtentKey { tile: layout.id, section, extent };
+                    let key = ExtentKey {
+                        tile: layout.id,
+                        section,
+                        extent,
+                    };
                     fill.put(key, |bytes| write_master(section, &master, bytes))?;
                 }
             }
@@ -102,9 +114,19 @@ impl Tiers {
     pub fn read_master(&self, layer: u16, extent: u32, out: &mut [f32]) -> Result<()> {
         let layout = self.layout(layer);
         let mut sections: [Vec<u8>; 2] = Default::default();
-        for (section, kept) in [Section::Weight, Section::Residual].into_iter().zip(&mut sections) {
+        for (section, kept) in [Section::Weight, Section::Residual]
+            .into_iter()
+            .zip(&mut sections)
+        {
             if section.element_bytes(self.precision()) > 0 {
-                self.read_extent_into(ExtentKey { tile: layout.id, section, extent }, kept)?;
+                self.read_extent_into(
+                    ExtentKey {
+                        tile: layout.id,
+                        section,
+                        extent,
+                    },
+                    kept,
+                )?;
             }
         }
         let [weight, residual] = sections;

@@ -85,18 +85,30 @@ impl<'a> StateStream<'a> {
         while let Some(&(layer, extent)) = self.ahead.front() {
             let keys = self.keys(layer, extent);
             // Only a span that is wanted this instant may take the last slabs.
-            let spare = if self.reading.is_empty() { spare } else { SLABS_FOR_OTHERS };
+            let spare = if self.reading.is_empty() {
+                spare
+            } else {
+                SLABS_FOR_OTHERS
+            };
             let blocked = keys.iter().any(|key| self.writing.contains(key));
             if blocked || self.tiers.ring.free_count() < keys.len() + spare {
                 break;
             }
-            let slabs: Vec<Lease> = keys.iter().map_while(|_| self.tiers.ring.try_take()).collect();
+            let slabs: Vec<Lease> = keys
+                .iter()
+                .map_while(|_| self.tiers.ring.try_take())
+                .collect();
             if slabs.len() < keys.len() {
                 break;
             }
             self.ahead.pop_front();
             let missing = keys.len();
-            self.reading.push_back(Span { layer, extent, slabs: Default::default(), missing });
+            self.reading.push_back(Span {
+                layer,
+                extent,
+                slabs: Default::default(),
+                missing,
+            });
             for (key, slab) in keys.into_iter().zip(slabs) {
                 self.tiers.read_extent(key, slab, &self.reply)?;
             }
@@ -116,9 +128,15 @@ impl<'a> StateStream<'a> {
             self.wait()?;
             self.read_on(0)?;
         }
-        self.tiers.stats.waited(Wait::UpdateForStore, started.elapsed());
+        self.tiers
+            .stats
+            .waited(Wait::UpdateForStore, started.elapsed());
         let span = self.reading.pop_front().expect("the loop above filled it");
-        assert_eq!((span.layer, span.extent), (layer, extent), "spans come as announced");
+        assert_eq!(
+            (span.layer, span.extent),
+            (layer, extent),
+            "spans come as announced"
+        );
         Ok(span.slabs)
     }
 
@@ -126,7 +144,11 @@ impl<'a> StateStream<'a> {
     pub fn put(&mut self, layer: u16, extent: u32, slabs: SpanSlabs) -> Result<()> {
         for (section, slab) in Section::ALL.into_iter().zip(slabs) {
             let Some(slab) = slab else { continue };
-            let key = ExtentKey { tile: self.tiers.layout(layer).id, section, extent };
+            let key = ExtentKey {
+                tile: self.tiers.layout(layer).id,
+                section,
+                extent,
+            };
             self.writing.insert(key);
             self.unsettled[usize::from(layer)] += 1;
             self.tiers.write_extent(key, slab, &self.reply)?;
@@ -151,16 +173,29 @@ impl<'a> StateStream<'a> {
     }
 
     fn spilled(&self, layer: u16) -> impl Iterator<Item = Section> + '_ {
-        Section::ALL.into_iter().filter(move |section| self.tiers.is_spilled(layer, *section))
+        Section::ALL
+            .into_iter()
+            .filter(move |section| self.tiers.is_spilled(layer, *section))
     }
 
     fn keys(&self, layer: u16, extent: u32) -> Vec<ExtentKey> {
         let tile = self.tiers.layout(layer).id;
-        self.spilled(layer).map(move |section| ExtentKey { tile, section, extent }).collect()
+        self.spilled(layer)
+            .map(move |section| ExtentKey {
+                tile,
+                section,
+                extent,
+            })
+            .collect()
     }
 
     fn complete(&mut self, completion: Completion) -> Result<()> {
-        let Completion { key, kind, slab, result } = completion;
+        let Completion {
+            key,
+            kind,
+            slab,
+            result,
+        } = completion;
         result?;
         match kind {
             Direction::Write => {

@@ -58,9 +58,13 @@ pub(crate) struct PlanArguments {
 fn size(flag: &str, text: &str) -> Result<u64> {
     match Size::parse(text.trim_end_matches("/s"), flag)? {
         Size::Bytes(bytes) => Ok(bytes),
-        Size::Auto => {
-            Err(Error::input("arguments", flag, "a size with a unit", "auto", "write 24GB"))
-        }
+        Size::Auto => Err(Error::input(
+            "arguments",
+            flag,
+            "a size with a unit",
+            "auto",
+            "write 24GB",
+        )),
     }
 }
 
@@ -75,9 +79,21 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
         }
         Ok(())
     };
-    replaced("--device-memory", &arguments.device_memory, &mut budget.budgets.device)?;
-    replaced("--host-memory", &arguments.host_memory, &mut budget.budgets.host)?;
-    replaced("--store-space", &arguments.store_space, &mut budget.budgets.store)?;
+    replaced(
+        "--device-memory",
+        &arguments.device_memory,
+        &mut budget.budgets.device,
+    )?;
+    replaced(
+        "--host-memory",
+        &arguments.host_memory,
+        &mut budget.budgets.host,
+    )?;
+    replaced(
+        "--store-space",
+        &arguments.store_space,
+        &mut budget.budgets.store,
+    )?;
     // Device memory on the command line means a GPU, and rates of a server with one.
     let (profile, mut rates) = if arguments.device_memory.is_some() {
         (DeviceProfile::cuda("gpu"), gpu_rates())
@@ -146,11 +162,21 @@ fn override_rates(arguments: &PlanArguments, rates: &mut Rates) -> Result<()> {
     replaced("--pcie", &arguments.pcie, &mut rates.promote)?;
     replaced("--pcie", &arguments.pcie, &mut rates.demote)?;
     replaced("--disk-read", &arguments.disk_read, &mut rates.store_read)?;
-    replaced("--disk-write", &arguments.disk_write, &mut rates.store_write)?;
+    replaced(
+        "--disk-write",
+        &arguments.disk_write,
+        &mut rates.store_write,
+    )?;
     let factor = |flag: &str, value: Option<f64>, unit: f64, to: &mut f64| match value {
         Some(value) if !(value.is_finite() && value > 0.0) => {
             let got = value.to_string();
-            Err(Error::input("arguments", flag, "a number above 0", got, "correct it"))
+            Err(Error::input(
+                "arguments",
+                flag,
+                "a number above 0",
+                got,
+                "correct it",
+            ))
         }
         Some(value) => {
             *to = value * unit;
@@ -181,7 +207,9 @@ pub(crate) fn preview(arguments: &PreviewArguments) -> Result<()> {
     let dir = model_dir(&config)?;
     let (spec, _) = hf::read_config(dir)?;
     let tokenizer = dir.join("tokenizer.json").exists();
-    let tokenizer = tokenizer.then(|| TextTokenizer::load(dir, spec.vocab_size)).transpose()?;
+    let tokenizer = tokenizer
+        .then(|| TextTokenizer::load(dir, spec.vocab_size))
+        .transpose()?;
     let files = &config.data.train;
     let dataset = Dataset::load(files, &config.data, tokenizer.as_ref(), spec.vocab_size)?;
     let stdout = std::io::stdout();
@@ -190,7 +218,13 @@ pub(crate) fn preview(arguments: &PreviewArguments) -> Result<()> {
         colour: stdout.is_terminal(),
         ids: arguments.ids,
     };
-    write_preview(&dataset, &config.data, tokenizer.as_ref(), options, &mut stdout.lock())
+    write_preview(
+        &dataset,
+        &config.data,
+        tokenizer.as_ref(),
+        options,
+        &mut stdout.lock(),
+    )
 }
 
 /// Arguments of `terrace doctor`.
@@ -205,13 +239,29 @@ pub(crate) struct DoctorArguments {
 pub(crate) fn doctor(arguments: &DoctorArguments) -> Result<()> {
     let memory = HostMemory::read();
     let cores = machine::cores();
-    say(&format!("cores: {cores}{}", if cores < 4 { " (few: AdamW and GEMM share them)" } else { "" }))?;
-    say(&format!("simd: {:?} for AdamW, chosen at run time", Isa::detect()))?;
-    say(&format!("memory available: {}", bytes_text(memory.available)))?;
+    say(&format!(
+        "cores: {cores}{}",
+        if cores < 4 {
+            " (few: AdamW and GEMM share them)"
+        } else {
+            ""
+        }
+    ))?;
+    say(&format!(
+        "simd: {:?} for AdamW, chosen at run time",
+        Isa::detect()
+    ))?;
+    say(&format!(
+        "memory available: {}",
+        bytes_text(memory.available)
+    ))?;
     if let Some(left) = memory.cgroup_left {
         say(&format!("memory cgroup leaves: {}", bytes_text(left)))?;
     }
-    say(&format!("memory.host = auto would be: {}", bytes_text(memory.auto())))?;
+    say(&format!(
+        "memory.host = auto would be: {}",
+        bytes_text(memory.auto())
+    ))?;
     let pages = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
     let pages = pages.unwrap_or_else(|_| "unknown".to_string());
     let remedy = if pages.contains("[never]") {
@@ -221,10 +271,15 @@ pub(crate) fn doctor(arguments: &DoctorArguments) -> Result<()> {
     };
     say(&format!("transparent huge pages: {}{remedy}", pages.trim()))?;
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    if let Some(line) = limits.lines().find(|line| line.starts_with("Max locked memory")) {
+    if let Some(line) = limits
+        .lines()
+        .find(|line| line.starts_with("Max locked memory"))
+    {
         let words: Vec<&str> = line.split_whitespace().collect();
         let limit = words.get(3).copied().unwrap_or("unknown");
-        say(&format!("locked memory limit: {limit} bytes; io_uring buffers are registered within it"))?;
+        say(&format!(
+            "locked memory limit: {limit} bytes; io_uring buffers are registered within it"
+        ))?;
     }
     say(&format!(
         "store {}: {} free",

@@ -22,7 +22,12 @@ use crate::say;
 #[derive(Args)]
 pub(crate) struct Source {
     /// Checkpoint directory of a run
-    #[arg(long, value_name = "DIRECTORY", conflicts_with = "model", required_unless_present = "model")]
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        conflicts_with = "model",
+        required_unless_present = "model"
+    )]
     checkpoint: Option<PathBuf>,
     /// The commit of this step; the newest otherwise
     #[arg(long, requires = "checkpoint")]
@@ -52,15 +57,28 @@ impl Source {
             let mut config = RunConfig::default();
             config.model.path = Some(dir.clone());
             let weights = Weights::Files(WeightSource::open(dir, &spec)?);
-            return Ok(Opened { config, spec, model_json, weights });
+            return Ok(Opened {
+                config,
+                spec,
+                model_json,
+                weights,
+            });
         }
-        let directory = self.checkpoint.as_deref().expect("clap asks for one of the two");
+        let directory = self
+            .checkpoint
+            .as_deref()
+            .expect("clap asks for one of the two");
         let committed = CommittedWeights::open(directory, self.step)?;
         let config = RunConfig::parse(&committed.progress.run, "the commit's run.toml", &[])?;
         let model_json = committed.progress.model.clone();
         let place = format!("config.json in {}", directory.display());
         let spec = ModelSpec::from_config_json(&model_json.to_string(), &place)?;
-        Ok(Opened { config, spec, model_json, weights: Weights::Commit(committed) })
+        Ok(Opened {
+            config,
+            spec,
+            model_json,
+            weights: Weights::Commit(committed),
+        })
     }
 }
 
@@ -137,7 +155,9 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<()> {
     let precision = config.model.precision;
     let tiers = engine.tiers();
     tiers.initialise(|layer, elements, out| {
-        opened.weights.fill(tiers.layout(layer), elements, precision, out)
+        opened
+            .weights
+            .fill(tiers.layout(layer), elements, precision, out)
     })?;
     let mut ends = opened.spec.eos_token_ids.clone();
     ends.extend(tokenizer.eos_ids());
@@ -149,20 +169,27 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<()> {
     let start = tokens.len();
     let mut new: Vec<u32> = Vec::new();
     let mut shown = String::new();
-    extend(&mut engine, &mut tokens, arguments.tokens, &ends, sampling, |token| {
-        new.push(token);
-        if arguments.ids {
-            print(&format!("{}{token}", if new.len() > 1 { " " } else { "" }))?;
-        } else {
-            // Bytes of a character may span tokens: print what is whole.
-            let text = tokenizer.decode(&new, true)?;
-            if !text.ends_with('\u{fffd}') {
-                print(text.strip_prefix(shown.as_str()).unwrap_or(&text))?;
-                shown = text;
+    extend(
+        &mut engine,
+        &mut tokens,
+        arguments.tokens,
+        &ends,
+        sampling,
+        |token| {
+            new.push(token);
+            if arguments.ids {
+                print(&format!("{}{token}", if new.len() > 1 { " " } else { "" }))?;
+            } else {
+                // Bytes of a character may span tokens: print what is whole.
+                let text = tokenizer.decode(&new, true)?;
+                if !text.ends_with('\u{fffd}') {
+                    print(text.strip_prefix(shown.as_str()).unwrap_or(&text))?;
+                    shown = text;
+                }
             }
-        }
-        Ok(true)
-    })?;
+            Ok(true)
+        },
+    )?;
     debug_assert_eq!(tokens.len(), start + new.len());
     print("\n")
 }
@@ -170,8 +197,18 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<()> {
 fn check_sampling(arguments: &GenerateArguments) -> Result<()> {
     let (temperature, top_p) = (arguments.temperature, arguments.top_p);
     let checks = [
-        ("--temperature", temperature, temperature.is_finite() && temperature >= 0.0, "0 or more"),
-        ("--top-p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0, at most 1"),
+        (
+            "--temperature",
+            temperature,
+            temperature.is_finite() && temperature >= 0.0,
+            "0 or more",
+        ),
+        (
+            "--top-p",
+            top_p,
+            top_p > 0.0 && top_p <= 1.0,
+            "above 0, at most 1",
+        ),
     ];
     for (flag, value, right, expected) in checks {
         if !right {
@@ -242,15 +279,32 @@ pub(crate) fn export(arguments: &ExportArguments) -> Result<()> {
         "f32" => ExportDtype::F32,
         other => {
             let expected = "bf16 or f32";
-            return Err(Error::input("arguments", "--dtype", expected, other, "correct it"));
+            return Err(Error::input(
+                "arguments",
+                "--dtype",
+                expected,
+                other,
+                "correct it",
+            ));
         }
     };
     let Size::Bytes(shard_bytes) = Size::parse(&arguments.shard_size, "--shard-size")? else {
         let expected = "a size with a unit";
-        return Err(Error::input("arguments", "--shard-size", expected, "auto", "write 5GB"));
+        return Err(Error::input(
+            "arguments",
+            "--shard-size",
+            expected,
+            "auto",
+            "write 5GB",
+        ));
     };
     let opened = arguments.source.open()?;
-    let dir: Option<&Path> = opened.config.model.path.as_deref().filter(|dir| dir.is_dir());
+    let dir: Option<&Path> = opened
+        .config
+        .model
+        .path
+        .as_deref()
+        .filter(|dir| dir.is_dir());
     if dir.is_none() {
         say("warning: model.path of the run is gone: no tokenizer files are written")?;
     }

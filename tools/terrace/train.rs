@@ -86,13 +86,25 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         say(sentence)?;
     }
     let profile = DeviceProfile::cpu();
-    let plan = Plan::new(&run.spec, &run.config, &profile, budget.budgets, Purpose::Train)?;
+    let plan = Plan::new(
+        &run.spec,
+        &run.config,
+        &profile,
+        budget.budgets,
+        Purpose::Train,
+    )?;
     let rates = measure_rates()?;
     let prediction = simulate(&plan, &Schedule::train(&plan), &rates);
     say(&plan.table(&prediction, &rates))?;
     let entropy = held_out_entropy(&run);
-    let mut trainer =
-        Trainer::start(run, plan, &budget, start, arguments.resume_changed, arguments.trace.is_some())?;
+    let mut trainer = Trainer::start(
+        run,
+        plan,
+        &budget,
+        start,
+        arguments.resume_changed,
+        arguments.trace.is_some(),
+    )?;
     for note in trainer.notes() {
         say(note)?;
     }
@@ -117,7 +129,10 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         bytes_text(read),
         bytes_text(written)
     ))?;
-    say(&format!("metrics: {}", log_dir.join("metrics.jsonl").display()))?;
+    say(&format!(
+        "metrics: {}",
+        log_dir.join("metrics.jsonl").display()
+    ))?;
     if let Some(step) = last_commit {
         let checkpoint = checkpoint_dir.display();
         say(&format!(
@@ -127,7 +142,10 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     }
     match signal.load(Ordering::Relaxed) {
         0 => Ok(()),
-        signal => Err(Error::Interrupted { signal, step: last_commit.unwrap_or(0) }),
+        signal => Err(Error::Interrupted {
+            signal,
+            step: last_commit.unwrap_or(0),
+        }),
     }
 }
 
@@ -148,7 +166,13 @@ fn parse_start(resume: Option<&str>) -> Result<Start> {
         Some("latest") => Ok(Start::Latest),
         Some(step) => step.parse().map(Start::Step).map_err(|_| {
             let expected = "a step that is committed";
-            Error::input("arguments", "--resume", expected, step, "write --resume or --resume=100")
+            Error::input(
+                "arguments",
+                "--resume",
+                expected,
+                step,
+                "write --resume or --resume=100",
+            )
         }),
     }
 }
@@ -158,7 +182,11 @@ fn read_config(arguments: &TrainArguments) -> Result<RunConfig> {
         return quickstart::write(directory, &arguments.sets);
     }
     let run = arguments.run.clone().expect("clap asks for one of the two");
-    crate::RunFile { run, sets: arguments.sets.clone() }.read()
+    crate::RunFile {
+        run,
+        sets: arguments.sets.clone(),
+    }
+    .read()
 }
 
 fn describe(run: &Run) -> Result<()> {
@@ -209,7 +237,9 @@ fn steps(
     let total = trainer.run().total_steps;
     let console = Console::new(total, trainer.steps_done(), prediction);
     if let Some(entropy) = entropy {
-        console.line(&format!("unigram entropy of the held-out text: {entropy:.4} nats"))?;
+        console.line(&format!(
+            "unigram entropy of the held-out text: {entropy:.4} nats"
+        ))?;
     }
     if trainer.run().config.checkpoint.every == 0 {
         console.line("warning: checkpoint.every = 0: nothing of this run survives a crash")?;
@@ -265,14 +295,26 @@ struct Console {
 impl Console {
     fn new(total: u64, done: u64, prediction: &Prediction) -> Console {
         let terminal = std::io::stderr().is_terminal();
-        let bar = if terminal { ProgressBar::new(total) } else { ProgressBar::hidden() };
+        let bar = if terminal {
+            ProgressBar::new(total)
+        } else {
+            ProgressBar::hidden()
+        };
         let style = "{bar:24} {pos}/{len} {msg} [{elapsed} < {eta}]";
         bar.set_style(ProgressStyle::with_template(style).expect("the template is constant"));
         bar.set_position(done);
         bar.reset_eta();
         let light_seconds = prediction.light_seconds(true);
         let flops = prediction.executed_flops;
-        Console { bar, terminal, total, started: Instant::now(), first: done, light_seconds, flops }
+        Console {
+            bar,
+            terminal,
+            total,
+            started: Instant::now(),
+            first: done,
+            light_seconds,
+            flops,
+        }
     }
 
     fn line(&self, line: &str) -> Result<()> {
@@ -300,7 +342,10 @@ impl Console {
             let done = (report.step - self.first) as f64;
             let left = (self.total - report.step) as f64;
             let left_seconds = self.started.elapsed().as_secs_f64() / done * left;
-            say(&format!("step {}/{}: {message}, {left_seconds:.0} s left", report.step, self.total))?;
+            say(&format!(
+                "step {}/{}: {message}, {left_seconds:.0} s left",
+                report.step, self.total
+            ))?;
         }
         Ok(())
     }
@@ -311,15 +356,28 @@ fn sample(trainer: &mut Trainer) -> Result<()> {
     const PROMPT: usize = 12;
     const TOKENS: u64 = 40;
     let run = trainer.run();
-    let (Some(_), Some(micro)) = (&run.tokenizer, run.eval.first()) else { return Ok(()) };
+    let (Some(_), Some(micro)) = (&run.tokenizer, run.eval.first()) else {
+        return Ok(());
+    };
     if run.config.data.seq_len < PROMPT as u64 + TOKENS {
         return Ok(());
     }
     let mut tokens: Vec<u32> = micro.tokens.iter().copied().take(PROMPT).collect();
     let prompt = tokens.len();
     let ends = run.spec.eos_token_ids.clone();
-    let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: run.config.train.seed };
-    generate(trainer.engine(), &mut tokens, TOKENS, &ends, sampling, |_| Ok(true))?;
+    let sampling = Sampling {
+        temperature: 0.7,
+        top_p: 0.9,
+        seed: run.config.train.seed,
+    };
+    generate(
+        trainer.engine(),
+        &mut tokens,
+        TOKENS,
+        &ends,
+        sampling,
+        |_| Ok(true),
+    )?;
     let tokenizer = trainer.run().tokenizer.as_ref().expect("seen above");
     say(&format!(
         "sample: {:?} → {:?}",
