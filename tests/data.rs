@@ -203,7 +203,8 @@ fn bad_rows_are_named() {
     let (open, close) = ("[".repeat(100_000), "]".repeat(100_000));
     assert_eq!(
         load(format!("{{\"text\": {open}1{close}}}")),
-        "dataset: FILE:1: expected a JSON object a line, got recursion limit exceeded at column 136; \
+        "dataset: FILE:1: expected a JSON object a line, got recursion limit exceeded at column \
+         136; \
          write each row on one line, or the file as one list […]"
     );
     let words = "a b ".repeat(100);
@@ -239,9 +240,11 @@ fn bad_files_are_named() {
         std::fs::File::options().write(true).open(&path).unwrap().set_len(bytes).unwrap();
         load(&path)
     };
-    let line = "dataset: FILE:1: expected a line of at most 67108864 bytes, got a longer one; write a row a line";
+    let line = "dataset: FILE:1: expected a line of at most 67108864 bytes, got a longer one; \
+     write a row a line";
     assert_eq!(sparse("line.jsonl", b"{", 10 << 30), Err(line.into()));
-    let list = "dataset: FILE: expected at most 1073741824 bytes, got 10737418240 bytes; write it as JSON lines";
+    let list = "dataset: FILE: expected at most 1073741824 bytes, got 10737418240 bytes; write \
+     it as JSON lines";
     assert_eq!(sparse("list.json", b"[", 10 << 30), Err(list.into()));
     let text = "dataset: FILE: expected at most 1073741824 bytes, got 10737418240 bytes; \
         cut it, or write rows of `text` as JSON lines";
@@ -252,7 +255,8 @@ fn bad_files_are_named() {
 fn odd_files_are_read() {
     let tokenizer = quickstart::tokenizer().unwrap();
     let text = |dataset: &Dataset, row| tokenizer.decode(dataset.row(row), false).unwrap();
-    let marked = b"\xef\xbb\xbf\r\n{\"text\": \"a\"}\r\n\r\n  \n{\"text\": \"\"}\n{\"text\": \"b\", \"id\": 3}";
+    let marked = b"\xef\xbb\xbf\r\n{\"text\": \"a\"}\r\n\r\n  \n{\"text\": \"\"}\n{\"text\": \
+     \"b\", \"id\": 3}";
     let dataset = load_bytes("a.jsonl", marked, &config(64)).unwrap();
     assert_eq!((dataset.rows(), dataset.stats().left_out), (2, 1));
     assert_eq!([text(&dataset, 0), text(&dataset, 1)], ["a<|endoftext|>", "b<|endoftext|>"]);
@@ -266,10 +270,12 @@ fn odd_files_are_read() {
     let crlf = load_bytes("a.txt", b"\xef\xbb\xbfa\r\nb", &config(64)).unwrap();
     assert_eq!(text(&crlf, 0), "a\r\nb<|endoftext|>");
     let truncate = DataConfig { truncate: true, ..config(4) };
-    let cut = load_bytes("a.jsonl", b"{\"input_ids\": [1, 2, 3, 4, 5]}", &truncate).unwrap();
+    let cut = load_bytes("a.jsonl", br#"{"input_ids": [1, 2, 3, 4, 5]}"#, &truncate).unwrap();
     assert_eq!((cut.row(0), cut.stats().truncated), (&[1, 2, 3, 4][..], 1));
-    let padded = b"{\"input_ids\": [7, 8, 9, 0], \"labels\": [-100, 8, 9, -100], \"attention_mask\": [1, 1, 1, 0]}";
-    let padded = load_bytes("a.jsonl", padded, &config(4)).unwrap();
+    let padded = br#"{"input_ids": [7, 8, 9, 0], "labels": [-100, 8, 9, 0],
+        "attention_mask": [1, 1, 1, 0]}"#;
+    let padded = String::from_utf8_lossy(padded).replace('\n', "");
+    let padded = load_bytes("a.jsonl", padded.as_bytes(), &config(4)).unwrap();
     assert_eq!(padded.row(0), [7, 8, 9]);
     let micros = eval_micros(&padded, &config(4), 1);
     assert_eq!(micros[0].targets, [8, 9, IGNORE]);
@@ -277,21 +283,20 @@ fn odd_files_are_read() {
 
 #[test]
 fn formats_say_the_same() {
-    let same: [&[u8]; 6] = [
-        b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\\nb\"}, {\"role\": \"assistant\", \"content\": \"c\"}]}",
-        b"{\"conversations\": [{\"from\": \"human\", \"value\": \"a\\nb\"}, {\"from\": \"gpt\", \"value\": \"c\"}]}",
-        b"{\"instruction\": \"a\", \"input\": \"b\", \"output\": \"c\"}",
-        b"{\"prompt\": \"a\\nb\", \"completion\": \"c\"}",
-        b"{\"question\": \"a\\nb\", \"answer\": \"c\"}",
-        b"{\"prompt\": [{\"role\": \"user\", \"content\": \"a\\nb\"}], \"completion\": [{\"role\": \"assistant\", \"content\": \"c\"}]}",
-    ];
+    let same = std::fs::read_to_string(fixtures().join("same.jsonl")).unwrap();
+    let same: Vec<&[u8]> = same.lines().map(str::as_bytes).collect();
+    assert_eq!(same.len(), 6);
     let fingerprints: Vec<u128> = same
         .iter()
         .map(|row| load_bytes("a.jsonl", row, &config(64)).unwrap().fingerprint())
         .collect();
     assert!(fingerprints.iter().all(|&print| print == fingerprints[0]), "{fingerprints:?}");
-    let history = b"{\"instruction\": \"c\", \"output\": \"d\", \"system\": \"s\", \"history\": [[\"a\", \"b\"]]}";
-    let messages = b"{\"messages\": [{\"role\": \"system\", \"content\": \"s\"}, {\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}, {\"role\": \"user\", \"content\": \"c\"}, {\"role\": \"assistant\", \"content\": \"d\"}]}";
+    let history = br#"{"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}"#;
+    let messages = br#"{"messages": [{"role": "system", "content": "s"},
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;
+    let messages = String::from_utf8_lossy(messages).replace('\n', "");
+    let messages = messages.as_bytes();
     let of = |row: &[u8]| load_bytes("a.jsonl", row, &config(64)).unwrap().fingerprint();
     assert_eq!(of(history), of(messages));
     let unweighted = String::from_utf8_lossy(messages)
@@ -302,7 +307,7 @@ fn formats_say_the_same() {
         load_bytes("a.jsonl", messages, &config(64)).unwrap().stats().targets
     );
     let named = DataConfig { format: DataFormat::Text, ..config(64) };
-    let both = b"{\"text\": \"a\", \"input_ids\": [5, 6, 7]}";
+    let both = br#"{"text": "a", "input_ids": [5, 6, 7]}"#;
     assert_eq!(load_bytes("a.jsonl", both, &named).unwrap().stats().tokens, 2);
     assert_eq!(load_bytes("a.jsonl", both, &config(64)).unwrap().stats().tokens, 3);
 }
@@ -316,7 +321,8 @@ fn no_template_and_no_tokenizer() {
     std::fs::write(&path, messages).unwrap();
     assert_eq!(
         load_path(&path, &config(64), Some(&plain)).unwrap_err(),
-        "dataset: FILE:1: expected a chat template for a conversation, got a tokenizer without one; \
+        "dataset: FILE:1: expected a chat template for a conversation, got a tokenizer without \
+         one; \
          put chat_template.jinja beside tokenizer.json, or give rows of prompt and completion"
     );
     assert_eq!(
@@ -363,10 +369,12 @@ fn bad_tokenizers_are_named() {
     write("tokenizer_config.json", settings);
     assert_eq!(
         load(1000),
-        "tokenizer: DIR/tokenizer.json: expected ids below 1000, the model's vocabulary, got id 1023: \
-         a tokenizer that does not belong to the model; take config.json and tokenizer.json from the same model"
+        "tokenizer: DIR/tokenizer.json: expected ids below 1000, the model's vocabulary, got id \
+         1023: \
+         a tokenizer that does not belong to the model; take config.json and tokenizer.json from \
+          the same model"
     );
-    write("generation_config.json", b"{\"eos_token_id\": [0, 2, 99999]}");
+    write("generation_config.json", br#"{"eos_token_id": [0, 2, 99999]}"#);
     let loaded = TextTokenizer::load(folder.path(), 1024).unwrap();
     assert_eq!(loaded.eos_ids(), [0, 2]);
     write("chat_template.jinja", b"{% for %}");
@@ -374,7 +382,7 @@ fn bad_tokenizers_are_named() {
         "chat template: DIR/tokenizer.json: expected a chat template that parses, got "
     ));
     std::fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
-    write("tokenizer_config.json", b"{\"eos_token\": {\"content\": \"<eos>\"}}");
+    write("tokenizer_config.json", br#"{"eos_token": {"content": "<eos>"}}"#);
     assert_eq!(
         load(1024),
         "tokenizer: DIR/tokenizer.json: expected the eos_token <eos> of tokenizer_config.json, \
@@ -386,7 +394,8 @@ fn bad_tokenizers_are_named() {
         .unwrap();
     assert_eq!(
         load(1024),
-        "tokenizer: DIR/tokenizer.json: expected a file of at most 67108864 bytes, got 67108865 bytes; \
+        "tokenizer: DIR/tokenizer.json: expected a file of at most 67108864 bytes, got 67108865 \
+         bytes; \
          take the file from the model's repository"
     );
 }
@@ -406,15 +415,18 @@ fn odd_templates_never_train_on_the_user() {
     let messages = r#"[{"role": "user", "content": "xay"}, {"role": "assistant", "content": "xby"},
         {"role": "user", "content": "xcy"}, {"role": "assistant", "content": "xdy"}]"#;
     // Only the last turn is written with its end: the first is no prefix.
-    let last = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if loop.last %}<end>{% else %};{% endif %}\
+    let last = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if loop.last %}<end>{% \
+     else %};{% endif %}\
         {% endfor %}{% if add_generation_prompt %}a:{% endif %}";
     assert_eq!(trained_text(last, messages).unwrap(), ["xby", "xdy<end>"]);
     // Questions are written only with their answers: the text before an answer ends too early.
-    let pairs = "{% for m in messages %}{% if m.role == 'assistant' %}[{{ messages[loop.index0 - 1].content }}]\
+    let pairs = "{% for m in messages %}{% if m.role == 'assistant' %}[{{ messages[loop.index0 - \
+     1].content }}]\
         {{ m.content }}.{% endif %}{% endfor %}";
     assert_eq!(trained_text(pairs, messages).unwrap(), ["xby.", "xdy."]);
     // A summary of the answers before the questions: no place is the first answer's alone.
-    let summary = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}|\
+    let summary = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif \
+     %}{% endfor %}|\
         {% for m in messages %}{{ m.content }};{% endfor %}";
     assert_eq!(
         trained_text(summary, messages),
@@ -435,7 +447,8 @@ fn odd_templates_never_train_on_the_user() {
     let picky = "{% if messages|length != 4 %}{{ raise_exception('four') }}{% endif %}\
         {% for m in messages %}{{ m.role[0] }}:{{ m.content }}.\n{% endfor %}";
     assert_eq!(trained_text(picky, messages), Err("four (template line 1)".to_string()));
-    let tagged = "{% for m in messages %}\n  {%- if m.role == 'assistant' %}\n    {%- generation -%} {{ m.content }} \
+    let tagged = "{% for m in messages %}\n  {%- if m.role == 'assistant' %}\n    {%- generation \
+     -%} {{ m.content }} \
         {%- endgeneration -%}\n  {%- else %}{{ m.content }}{% endif %}\n{% endfor %}";
     assert_eq!(trained_text(tagged, messages).unwrap(), ["xby", "xdy"]);
 }
@@ -464,7 +477,8 @@ fn templates_print_as_python_does() {
         ("{% if tools is none %}no{% endif %}{% if x is defined %}x{% endif %}", "no"),
         ("  {% if true %}\n a\n  {% endif %}\nb\n", " a\nb"),
         (
-            "{% for m in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+            "{% for m in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ m.role }}{% \
+             endfor %}",
             "user",
         ),
     ] {
@@ -512,6 +526,10 @@ fn rows_of(micro: &Micro, masked: &[bool]) -> Vec<u32> {
     rows
 }
 
+fn cases(count: u32) -> ProptestConfig {
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(count) }
+}
+
 fn rows_and_masks() -> impl Strategy<Value = (Vec<usize>, Vec<bool>)> {
     prop::collection::vec((1usize..=64, prop::bool::weighted(0.2)), 1..150).prop_map(|rows| {
         let (mut lengths, mut masked): (Vec<usize>, Vec<bool>) = rows.into_iter().unzip();
@@ -522,7 +540,7 @@ fn rows_and_masks() -> impl Strategy<Value = (Vec<usize>, Vec<bool>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
+    #![proptest_config(cases(64))]
 
     #[test]
     fn every_row_comes_once_an_epoch(
@@ -550,7 +568,8 @@ proptest! {
                         prop_assert_eq!(batches.cursor(), Cursor { epoch, sequence });
                         let message = error.to_string();
                         let rows = message.split("rows.jsonl:").skip(1).map(|rest| {
-                            rest.split(|c: char| !c.is_ascii_digit()).next().unwrap().parse::<u32>().unwrap() - 1
+                            let number = rest.split(|c: char| !c.is_ascii_digit()).next();
+                            number.unwrap().parse::<u32>().unwrap() - 1
                         });
                         seen.extend(rows);
                         let more = message.split(" more: expected").next().unwrap();
@@ -570,7 +589,8 @@ proptest! {
             prop_assert_eq!((seen.len() + unnamed, total), (lengths.len(), lengths.len()));
         }
         let evaluated = eval_micros(&dataset, &settings, micro_batch);
-        let mut seen: Vec<u32> = evaluated.iter().flat_map(|micro| rows_of(micro, &masked)).collect();
+        let rows = evaluated.iter().flat_map(|micro| rows_of(micro, &masked));
+        let mut seen: Vec<u32> = rows.collect();
         seen.sort_unstable();
         prop_assert_eq!(seen, (0..dataset.rows()).collect::<Vec<_>>());
         prop_assert!(evaluated.iter().all(|micro| micro.tokens.len() as u64 <= 64 * micro_batch));
@@ -587,7 +607,9 @@ proptest! {
     ) {
         let dataset = numbered(&lengths, &masked);
         let settings = DataConfig { packing, shuffle, ..config(64) };
-        let begin = || Batches::new(dataset.clone(), &settings, micro_batch, micro_batches, seed).unwrap();
+        let begin = || {
+            Batches::new(dataset.clone(), &settings, micro_batch, micro_batches, seed).unwrap()
+        };
         let mut whole = begin();
         for _ in 0..stop {
             if whole.next_step().is_err() {
@@ -664,8 +686,9 @@ fn a_step_without_targets_is_refused() {
 
 #[test]
 fn preview_marks_what_is_masked() {
-    let row = b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\\u001b[1m\"}, {\"role\": \"assistant\", \"content\": \"b\"}]}";
-    let dataset = load_bytes("a.jsonl", row, &config(64)).unwrap();
+    let user = r#"{"role": "user", "content": "a\u001b[1m"}"#;
+    let row = format!(r#"{{"messages": [{user}, {{"role": "assistant", "content": "b"}}]}}"#);
+    let dataset = load_bytes("a.jsonl", row.as_bytes(), &config(64)).unwrap();
     let tokenizer = quickstart::tokenizer().unwrap();
     let show = |colour| {
         let options = PreviewOptions { sequences: 1, colour, ids: false };

@@ -106,8 +106,8 @@ const COMPLETION_KEYS: [&str; 3] = ["completion", "answer", "response"];
 const ROLES: [&str; 7] =
     ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
 const FORMATS: &str = "messages (messages: role, content), sharegpt (conversations: from, value), \
-    alpaca (instruction, input, output), prompt (prompt, completion; question, answer), text (text) \
-    or tokens (input_ids, labels)";
+    alpaca (instruction, input, output), prompt (prompt, completion; question, answer), \
+    text (text) or tokens (input_ids, labels)";
 
 /// The format of a row, by its keys.
 pub fn detect(row: &Value) -> Result<DataFormat, Fault> {

@@ -425,8 +425,8 @@ impl<'a> Reading<'a> {
                     "{} tokens in {} rows, all masked",
                     self.dataset.stats.tokens, self.dataset.stats.rows
                 ),
-                "look at `terrace data preview`: is there a turn of the assistant, or a label that is \
-                 not -100",
+                "look at `terrace data preview`: is there a turn of the assistant, \
+                 or a label that is not -100",
             ));
         }
         self.dataset.tokens.shrink_to_fit();

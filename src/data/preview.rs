@@ -59,7 +59,8 @@ pub fn preview(
     ))?;
     write(writeln!(
         out,
-        "{sequences} sequences of at most {} tokens, {:.1} % full; {} rows cut, {} empty texts left out",
+        "{sequences} sequences of at most {} tokens, {:.1} % full; {} rows cut, {} empty \
+         texts left out",
         config.seq_len,
         100.0 * efficiency(dataset, &plan, config.seq_len),
         stats.truncated,
@@ -107,7 +108,8 @@ fn listed(ids: &[u32]) -> String {
 fn escaped(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
-        let direction = matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        let direction = matches!(c, '\u{200e}'..='\u{200f}' | '\u{202a}'..='\u{202e}')
+            || matches!(c, '\u{2066}'..='\u{2069}');
         if (c.is_control() && c != '\n' && c != '\t') || direction {
             shown.extend(c.escape_unicode());
         } else {

@@ -76,7 +76,8 @@ impl<'a> Sampler<'a> {
             return Err(Fault::new(
                 "a chat template for a conversation",
                 "a tokenizer without one",
-                "put chat_template.jinja beside tokenizer.json, or give rows of prompt and completion",
+                "put chat_template.jinja beside tokenizer.json, or give rows of prompt and \
+                 completion",
             ));
         };
         masked(tokenizer, &renderer.render(conversation)?)

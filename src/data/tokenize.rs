@@ -51,8 +51,8 @@ impl std::fmt::Debug for TextTokenizer {
 }
 
 impl TextTokenizer {
-    /// The tokenizer in `model_dir`: `tokenizer.json` with, where they are, `tokenizer_config.json`,
-    /// `chat_template.jinja` and `generation_config.json`. Ids must be below `vocab_size`.
+    /// The tokenizer in `model_dir`: `tokenizer.json` and, where they are, `chat_template.jinja`,
+    /// `tokenizer_config.json` and `generation_config.json`. Ids must be below `vocab_size`.
     pub fn load(model_dir: &Path, vocab_size: u64) -> Result<TextTokenizer> {
         let path = model_dir.join("tokenizer.json");
         let json = read_capped(&path, TOKENIZER_BYTES_MAX)?.ok_or_else(|| {
