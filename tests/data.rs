@@ -272,6 +272,9 @@ fn odd_files_are_read() {
     let truncate = DataConfig { truncate: true, ..config(4) };
     let cut = load_bytes("a.jsonl", br#"{"input_ids": [1, 2, 3, 4, 5]}"#, &truncate).unwrap();
     assert_eq!((cut.row(0), cut.stats().truncated), (&[1, 2, 3, 4][..], 1));
+    let five = b"{\"input_ids\": [1, 2, 3, 4, 5]}";
+    assert_eq!(load_bytes("a.jsonl", five, &config(5)).unwrap().stats().longest, 5);
+    assert!(load_bytes("a.jsonl", five, &config(4)).unwrap_err().contains("got 5 tokens"));
     let padded = br#"{"input_ids": [7, 8, 9, 0], "labels": [-100, 8, 9, 0],
         "attention_mask": [1, 1, 1, 0]}"#;
     let padded = String::from_utf8_lossy(padded).replace('\n', "");
@@ -651,6 +654,9 @@ fn steps_wrap_into_the_next_epoch() {
     }
     let (first, second) = rows.split_at(5);
     assert_ne!(first, second, "each epoch has its own order");
+    let mut elsewhere = Batches::new(dataset.clone(), &settings, 5, 1, 7).unwrap();
+    elsewhere.seek(Cursor { epoch: 1, sequence: 0 }).unwrap();
+    assert_eq!(rows_of(&elsewhere.next_step().unwrap()[0], &[false; 5]), second);
     for epoch in [first, second] {
         let mut epoch = epoch.to_vec();
         epoch.sort_unstable();
@@ -707,6 +713,71 @@ fn preview_marks_what_is_masked() {
     );
     assert_eq!(show(false), expected);
     assert_eq!(show(true), expected.replace('⟦', "\x1b[2m").replace('⟧', "\x1b[0m"));
+}
+
+#[test]
+fn preview_shows_ids_without_a_tokenizer() {
+    let row = b"{\"input_ids\": [7, 8, 9], \"labels\": [7, 8, -100]}";
+    let dataset = load_bytes("a.jsonl", row, &config(64)).unwrap();
+    let options = PreviewOptions { sequences: 1, colour: false, ids: true };
+    let mut out = Vec::new();
+    preview(&dataset, &config(64), None, options, &mut out).unwrap();
+    let shown = String::from_utf8(out).unwrap();
+    // Nothing predicts the first token.
+    assert_eq!(shown.lines().nth(2), Some("⟦7⟧8⟦9⟧"));
+    assert_eq!(shown.lines().nth(3), Some("ids 7 8 9"));
+}
+
+/// A post-processor that adds a first token and, as GPT-2's, moves offsets behind white space.
+#[test]
+fn the_first_token_is_added_once_and_offsets_stay() {
+    let [(_, json), (_, settings)] = quickstart::tokenizer_files();
+    let mut json: Value = serde_json::from_slice(json).unwrap();
+    json["post_processor"] = serde_json::json!({"type": "Sequence", "processors": [
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        {"type": "TemplateProcessing",
+         "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}}],
+         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+         "special_tokens": {"<|im_start|>":
+            {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}}]});
+    let mut settings: Value = serde_json::from_slice(settings).unwrap();
+    settings["chat_template"] = Value::Null;
+    let load = |json: &Value, settings: &Value| {
+        TextTokenizer::from_bytes(json.to_string().as_bytes(), settings.to_string().as_bytes())
+    };
+    let tokenizer = load(&json, &settings).unwrap();
+    let plain = quickstart::tokenizer().unwrap();
+    let the = plain.encode(" the", false).unwrap();
+    assert_eq!(the.len(), 1);
+    assert_eq!(tokenizer.encode(" the", false).unwrap(), the);
+    assert_eq!(tokenizer.encode(" the", true).unwrap(), [1, the[0]]);
+    let text = quickstart::text();
+    let long = Dataset::from_text("text", text, &config(1 << 20), &tokenizer).unwrap();
+    assert_eq!(long.row(0)[0], 1);
+    assert_eq!(long.row(0)[1..long.row(0).len() - 1], plain.encode(text, false).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.jsonl");
+    std::fs::write(&path, "{\"prompt\": \"of \", \"completion\": \"the\"}").unwrap();
+    let dataset = load_path(&path, &config(64), Some(&tokenizer)).unwrap();
+    let trained: Vec<bool> = (0..4).map(|at| dataset.is_trained(0, at)).collect();
+    // <|im_start|>, "of", " the" that begins with the prompt's space, <|endoftext|>.
+    assert_eq!(dataset.row(0).len(), 4);
+    assert_eq!(trained, [false, false, false, true]);
+}
+
+#[test]
+fn an_answer_within_a_prompt_is_not_trained_on() {
+    let row =
+        br#"{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "completion": [{"role": "assistant", "content": "c"}]}"#;
+    let row = String::from_utf8_lossy(row).replace('\n', "");
+    let dataset = load_bytes("a.jsonl", row.as_bytes(), &config(64)).unwrap();
+    let tokenizer = quickstart::tokenizer().unwrap();
+    let ids = dataset.row(0).iter().enumerate();
+    let trained: Vec<u32> =
+        ids.filter(|&(at, _)| dataset.is_trained(0, at)).map(|(_, &id)| id).collect();
+    assert_eq!(tokenizer.decode(&trained, false).unwrap(), "c<|im_end|>\n");
 }
 
 #[test]
