@@ -2,8 +2,9 @@
 //! beside an in-place read-modify-write stream of the same threads over the same arrays.
 //!
 //! `cargo bench --bench adamw [-- [--bytes N] [--runs N] [--isa scalar|avx2|avx512]]`; threads are
-//! rayon's (`RAYON_NUM_THREADS`). The two alternate, and medians are compared. AdamW moves 26 bytes
-//! a parameter (14 read, 12 written); the stream reads and writes each of its bytes once.
+//! rayon's (`RAYON_NUM_THREADS`). The two alternate; rates are medians, and the percentage is the
+//! median over pairs, so that a neighbour's load falls on both. AdamW moves 26 bytes a parameter (14
+//! read, 12 written); the stream reads and writes each of its bytes once.
 
 use std::time::Instant;
 
@@ -38,10 +39,13 @@ fn main() {
             stream.push(start.elapsed().as_secs_f64());
         }
     }
+    let byte_ratio = TRAFFIC_BYTES as f64 / (2 * PARAMETER_BYTES) as f64;
+    let pairs = update.iter().zip(&stream);
+    let mut percents: Vec<f64> = pairs.map(|(u, s)| 100.0 * byte_ratio * s / u).collect();
+    let percent = median(&mut percents);
     let update_rate = (count * TRAFFIC_BYTES) as f64 / median(&mut update) / 1e9;
     let stream_rate = (count * PARAMETER_BYTES * 2) as f64 / median(&mut stream) / 1e9;
     let parameters = count as f64 / median(&mut update);
-    let percent = 100.0 * update_rate / stream_rate;
     let threads = rayon::current_num_threads();
     println!(
         "adamw {isa}, {threads} threads, {:.2} GiB: {:.3e} parameters/s, {TRAFFIC_BYTES} B each, \

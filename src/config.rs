@@ -258,8 +258,14 @@ impl Default for RunConfig {
                 recompute: Recompute::Auto,
                 io_engine: None,
             },
-            checkpoint: CheckpointConfig { dir: None, every: 100, keep: 2 },
-            log: LogConfig { dir: PathBuf::from("runs/terrace") },
+            checkpoint: CheckpointConfig {
+                dir: None,
+                every: 100,
+                keep: 2,
+            },
+            log: LogConfig {
+                dir: PathBuf::from("runs/terrace"),
+            },
         }
     }
 }

@@ -197,7 +197,12 @@ impl Error {
 
     /// An [`Error::Io`] without a remedy.
     pub fn io(action: &'static str, path: &Path, source: io::Error) -> Error {
-        Error::Io { action, path: path.to_path_buf(), source, remedy: String::new() }
+        Error::Io {
+            action,
+            path: path.to_path_buf(),
+            source,
+            remedy: String::new(),
+        }
     }
 }
 
@@ -212,7 +217,11 @@ pub fn printable(text: &str) -> String {
         }
         let hidden = c.is_control()
             || matches!(c, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        if hidden { shown.extend(c.escape_unicode()) } else { shown.push(c) }
+        if hidden {
+            shown.extend(c.escape_unicode())
+        } else {
+            shown.push(c)
+        }
     }
     shown
 }

@@ -133,7 +133,7 @@ mod tests {
             top_p: 0.8,
             seed: 7,
         };
-        let mut seen = [0; 5];
+        let mut seen = [0u32; 5];
         for position in 0..2000 {
             seen[choose(&logits, narrow, position) as usize] += 1;
         }

@@ -78,8 +78,9 @@ impl Rope {
     pub fn inverse_frequencies(&self, head_dim: u64) -> (Vec<f32>, f32) {
         let half = head_dim / 2;
         let theta = self.theta as f32;
-        let base: Vec<f32> =
-            (0..half).map(|i| 1.0 / theta.powf((2 * i) as f32 / head_dim as f32)).collect();
+        let base: Vec<f32> = (0..half)
+            .map(|i| 1.0 / theta.powf((2 * i) as f32 / head_dim as f32))
+            .collect();
         match self.scaling {
             RopeScaling::Default => (base, 1.0),
             RopeScaling::Linear { factor } => {
@@ -245,7 +246,10 @@ impl ModelSpec {
 
     /// The head tile.
     pub fn head_tile(&self) -> TileId {
-        TileId { layer: self.blocks + 1, part: 0 }
+        TileId {
+            layer: self.blocks + 1,
+            part: 0,
+        }
     }
 
     /// Tensors of layer `index`, in Hugging Face's order.
@@ -307,18 +311,32 @@ impl ModelSpec {
 
     /// Layout of layer `index`'s tile.
     pub fn tile_layout(&self, index: u16) -> TileLayout {
-        let tensors: Vec<_> =
-            self.layer_tensors(index).into_iter().map(|t| (t.name, t.shape)).collect();
-        TileLayout::new(TileId { layer: index, part: 0 }, &tensors)
+        let tensors: Vec<_> = self
+            .layer_tensors(index)
+            .into_iter()
+            .map(|t| (t.name, t.shape))
+            .collect();
+        TileLayout::new(
+            TileId {
+                layer: index,
+                part: 0,
+            },
+            &tensors,
+        )
     }
 
     /// Layouts of all tiles, by layer.
     pub fn tile_layouts(&self) -> Vec<TileLayout> {
-        (0..self.layer_count()).map(|index| self.tile_layout(index)).collect()
+        (0..self.layer_count())
+            .map(|index| self.tile_layout(index))
+            .collect()
     }
 
     /// Parameters of the whole model; a tied embedding counts once.
     pub fn parameters(&self) -> u64 {
-        self.tile_layouts().iter().map(|layout| layout.parameters).sum()
+        self.tile_layouts()
+            .iter()
+            .map(|layout| layout.parameters)
+            .sum()
     }
 }

@@ -24,7 +24,10 @@ pub const TENSOR_ALIGN: u64 = 64;
 /// Most sections that a tile can have.
 pub const SECTION_COUNT: usize = 4;
 
-const _: () = assert!(EXTENT_ELEMENTS * 2 % PAGE_BYTES == 0, "an extent of bf16 is whole pages");
+const _: () = assert!(
+    EXTENT_ELEMENTS * 2 % PAGE_BYTES == 0,
+    "an extent of bf16 is whole pages"
+);
 
 /// Numeric format of a run's weights and master.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -87,8 +90,12 @@ pub enum Section {
 
 impl Section {
     /// All sections, in the order in which a tile stores them.
-    pub const ALL: [Section; SECTION_COUNT] =
-        [Section::Weight, Section::Residual, Section::Moment1, Section::Moment2];
+    pub const ALL: [Section; SECTION_COUNT] = [
+        Section::Weight,
+        Section::Residual,
+        Section::Moment1,
+        Section::Moment2,
+    ];
 
     /// Bytes of an element; 0 where the section is absent.
     pub fn element_bytes(self, precision: Precision) -> u64 {
@@ -102,7 +109,9 @@ impl Section {
 
     /// Those present under `precision`, in order.
     pub fn present(precision: Precision) -> impl Iterator<Item = Section> {
-        Section::ALL.into_iter().filter(move |s| s.element_bytes(precision) > 0)
+        Section::ALL
+            .into_iter()
+            .filter(move |s| s.element_bytes(precision) > 0)
     }
 
     /// The section of a number on disk.
@@ -172,7 +181,10 @@ impl TileLayout {
             parameters: 0,
         };
         for decayed in [true, false] {
-            for (name, shape) in tensors.iter().filter(|(_, shape)| (shape.len() >= 2) == decayed) {
+            for (name, shape) in tensors
+                .iter()
+                .filter(|(_, shape)| (shape.len() >= 2) == decayed)
+            {
                 let count = shape
                     .iter()
                     .try_fold(1u64, |product, dim| product.checked_mul(*dim))
@@ -201,7 +213,8 @@ impl TileLayout {
 
     /// Bytes of a section in a tier's slot: whole pages.
     pub fn section_slot_bytes(&self, section: Section, precision: Precision) -> u64 {
-        self.section_bytes(section, precision).next_multiple_of(PAGE_BYTES)
+        self.section_bytes(section, precision)
+            .next_multiple_of(PAGE_BYTES)
     }
 
     /// Extents of each section.
@@ -212,7 +225,11 @@ impl TileLayout {
     /// Elements of extent `index` of every section.
     pub fn extent_elements(&self, index: u32) -> Range<u64> {
         let start = u64::from(index) * EXTENT_ELEMENTS;
-        assert!(start < self.elements, "extent {index} of {} is past its end", self.id);
+        assert!(
+            start < self.elements,
+            "extent {index} of {} is past its end",
+            self.id
+        );
         start..(start + EXTENT_ELEMENTS).min(self.elements)
     }
 

@@ -29,7 +29,10 @@ fn fixtures() -> PathBuf {
 }
 
 fn config(seq_len: u64) -> DataConfig {
-    DataConfig { seq_len, ..RunConfig::default().data }
+    DataConfig {
+        seq_len,
+        ..RunConfig::default().data
+    }
 }
 
 /// The quickstart tokenizer with another chat template, or none.
@@ -64,13 +67,18 @@ fn compare_with_golden(case: &str, tokenizer: &TextTokenizer) {
         assert_eq!(dataset.rows() as usize, rows.len(), "{case} {file}");
         for (row, golden) in (0..dataset.rows()).zip(rows) {
             let ids = dataset.row(row);
-            let mask: Vec<u32> =
-                (0..ids.len()).map(|at| u32::from(dataset.is_trained(row, at))).collect();
+            let mask: Vec<u32> = (0..ids.len())
+                .map(|at| u32::from(dataset.is_trained(row, at)))
+                .collect();
             let text = tokenizer.decode(ids, false).unwrap();
             if let Some(full) = golden.get("full") {
                 assert_eq!(text, full["text"], "{case} {file} row {row}");
-                let full_ids: Vec<u64> =
-                    full["ids"].as_array().unwrap().iter().filter_map(Value::as_u64).collect();
+                let full_ids: Vec<u64> = full["ids"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .filter_map(Value::as_u64)
+                    .collect();
                 assert_eq!(
                     ids.iter().map(|&id| u64::from(id)).collect::<Vec<_>>(),
                     full_ids,
@@ -79,14 +87,22 @@ fn compare_with_golden(case: &str, tokenizer: &TextTokenizer) {
                 let marks: String = mask.iter().map(u32::to_string).collect();
                 assert_eq!(marks, full["mask"], "{case} {file} row {row}");
             }
-            assert_eq!(ids.len() as u64, golden["count"], "{case} {file} row {row}: {text}");
+            assert_eq!(
+                ids.len() as u64,
+                golden["count"],
+                "{case} {file} row {row}: {text}"
+            );
             assert_eq!(fnv(ids), golden["ids"], "{case} {file} row {row}: {text}");
             assert_eq!(
                 mask.iter().sum::<u32>(),
                 golden["trained"],
                 "{case} {file} row {row}: {text}"
             );
-            assert_eq!(fnv(&mask), golden["mask"], "{case} {file} row {row}: {text}");
+            assert_eq!(
+                fnv(&mask),
+                golden["mask"],
+                "{case} {file} row {row}: {text}"
+            );
         }
     }
 }
@@ -129,7 +145,9 @@ fn a_long_text_in_pieces_equals_the_whole() {
     let whole = tokenizer.encode(quickstart::text(), true).unwrap();
     let dataset =
         Dataset::from_text("text", quickstart::text(), &config(1000), &tokenizer).unwrap();
-    let rows: Vec<u32> = (0..dataset.rows()).flat_map(|row| dataset.row(row).to_vec()).collect();
+    let rows: Vec<u32> = (0..dataset.rows())
+        .flat_map(|row| dataset.row(row).to_vec())
+        .collect();
     assert_eq!(rows[..whole.len()], whole);
     assert_eq!(rows[whole.len()..], [tokenizer.eos().unwrap()]);
     assert!((0..dataset.rows() - 1).all(|row| dataset.row_len(row) == 1000));
@@ -194,7 +212,10 @@ fn bad_rows_are_named() {
     assert!(table.len() > 30);
     for case in table {
         let text = |key: &str| case[key].as_str().unwrap();
-        let bytes: Vec<u8> = text("content").chars().map(|c| u8::try_from(c).unwrap()).collect();
+        let bytes: Vec<u8> = text("content")
+            .chars()
+            .map(|c| u8::try_from(c).unwrap())
+            .collect();
         let got = load_bytes(text("file"), &bytes, &config(64)).map(|dataset| dataset.stats());
         assert_eq!(got, Err(text("error").to_string()));
     }
@@ -209,7 +230,9 @@ fn bad_rows_are_named() {
     );
     let words = "a b ".repeat(100);
     assert_eq!(
-        load(format!("{{\"prompt\": \"{words}\", \"completion\": \"b\"}}")),
+        load(format!(
+            "{{\"prompt\": \"{words}\", \"completion\": \"b\"}}"
+        )),
         "dataset: FILE:1: expected at most 64 tokens, data.seq_len, got 216 tokens; \
          set data.truncate = true to cut it, or raise data.seq_len"
     );
@@ -232,12 +255,20 @@ fn bad_files_are_named() {
         Err("dataset: FILE: expected a file, got a directory; name the files themselves".into())
     );
     let missing = load(&folder.path().join("none.jsonl"));
-    assert_eq!(missing, Err("open: FILE: No such file or directory (os error 2)".into()));
+    assert_eq!(
+        missing,
+        Err("open: FILE: No such file or directory (os error 2)".into())
+    );
     // Sparse files: nothing of their size is written.
     let sparse = |name: &str, first: &[u8], bytes: u64| {
         let path = folder.path().join(name);
         std::fs::write(&path, first).unwrap();
-        std::fs::File::options().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+        std::fs::File::options()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_len(bytes)
+            .unwrap();
         load(&path)
     };
     let line = "dataset: FILE:1: expected a line of at most 67108864 bytes, got a longer one; \
@@ -259,22 +290,42 @@ fn odd_files_are_read() {
      \"b\", \"id\": 3}";
     let dataset = load_bytes("a.jsonl", marked, &config(64)).unwrap();
     assert_eq!((dataset.rows(), dataset.stats().left_out), (2, 1));
-    assert_eq!([text(&dataset, 0), text(&dataset, 1)], ["a<|endoftext|>", "b<|endoftext|>"]);
+    assert_eq!(
+        [text(&dataset, 0), text(&dataset, 1)],
+        ["a<|endoftext|>", "b<|endoftext|>"]
+    );
     assert!(dataset.place(1).ends_with("a.jsonl:6"));
-    let list = load_bytes("a.jsonl", b" \n[{\"text\": \"a\"},\n{\"text\": \"b\"}]\n", &config(64))
-        .unwrap();
+    let list = load_bytes(
+        "a.jsonl",
+        b" \n[{\"text\": \"a\"},\n{\"text\": \"b\"}]\n",
+        &config(64),
+    )
+    .unwrap();
     assert_eq!(
         (0..2).map(|row| text(&list, row)).collect::<Vec<_>>(),
         ["a<|endoftext|>", "b<|endoftext|>"]
     );
     let crlf = load_bytes("a.txt", b"\xef\xbb\xbfa\r\nb", &config(64)).unwrap();
     assert_eq!(text(&crlf, 0), "a\r\nb<|endoftext|>");
-    let truncate = DataConfig { truncate: true, ..config(4) };
+    let truncate = DataConfig {
+        truncate: true,
+        ..config(4)
+    };
     let cut = load_bytes("a.jsonl", br#"{"input_ids": [1, 2, 3, 4, 5]}"#, &truncate).unwrap();
     assert_eq!((cut.row(0), cut.stats().truncated), (&[1, 2, 3, 4][..], 1));
     let five = b"{\"input_ids\": [1, 2, 3, 4, 5]}";
-    assert_eq!(load_bytes("a.jsonl", five, &config(5)).unwrap().stats().longest, 5);
-    assert!(load_bytes("a.jsonl", five, &config(4)).unwrap_err().contains("got 5 tokens"));
+    assert_eq!(
+        load_bytes("a.jsonl", five, &config(5))
+            .unwrap()
+            .stats()
+            .longest,
+        5
+    );
+    assert!(
+        load_bytes("a.jsonl", five, &config(4))
+            .unwrap_err()
+            .contains("got 5 tokens")
+    );
     let padded = br#"{"input_ids": [7, 8, 9, 0], "labels": [-100, 8, 9, 0],
         "attention_mask": [1, 1, 1, 0]}"#;
     let padded = String::from_utf8_lossy(padded).replace('\n', "");
@@ -291,28 +342,54 @@ fn formats_say_the_same() {
     assert_eq!(same.len(), 6);
     let fingerprints: Vec<u128> = same
         .iter()
-        .map(|row| load_bytes("a.jsonl", row, &config(64)).unwrap().fingerprint())
+        .map(|row| {
+            load_bytes("a.jsonl", row, &config(64))
+                .unwrap()
+                .fingerprint()
+        })
         .collect();
-    assert!(fingerprints.iter().all(|&print| print == fingerprints[0]), "{fingerprints:?}");
+    assert!(
+        fingerprints.iter().all(|&print| print == fingerprints[0]),
+        "{fingerprints:?}"
+    );
     let history = br#"{"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}"#;
     let messages = br#"{"messages": [{"role": "system", "content": "s"},
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;
     let messages = String::from_utf8_lossy(messages).replace('\n', "");
     let messages = messages.as_bytes();
-    let of = |row: &[u8]| load_bytes("a.jsonl", row, &config(64)).unwrap().fingerprint();
+    let of = |row: &[u8]| {
+        load_bytes("a.jsonl", row, &config(64))
+            .unwrap()
+            .fingerprint()
+    };
     assert_eq!(of(history), of(messages));
     let unweighted = String::from_utf8_lossy(messages)
         .replace("\"content\": \"b\"", "\"content\": \"b\", \"train\": false");
     let fewer = load_bytes("a.jsonl", unweighted.as_bytes(), &config(64)).unwrap();
     assert_eq!(
         fewer.stats().targets + 3,
-        load_bytes("a.jsonl", messages, &config(64)).unwrap().stats().targets
+        load_bytes("a.jsonl", messages, &config(64))
+            .unwrap()
+            .stats()
+            .targets
     );
-    let named = DataConfig { format: DataFormat::Text, ..config(64) };
+    let named = DataConfig {
+        format: DataFormat::Text,
+        ..config(64)
+    };
     let both = br#"{"text": "a", "input_ids": [5, 6, 7]}"#;
-    assert_eq!(load_bytes("a.jsonl", both, &named).unwrap().stats().tokens, 2);
-    assert_eq!(load_bytes("a.jsonl", both, &config(64)).unwrap().stats().tokens, 3);
+    assert_eq!(
+        load_bytes("a.jsonl", both, &named).unwrap().stats().tokens,
+        2
+    );
+    assert_eq!(
+        load_bytes("a.jsonl", both, &config(64))
+            .unwrap()
+            .stats()
+            .tokens,
+        3
+    );
 }
 
 #[test]
@@ -335,7 +412,10 @@ fn no_template_and_no_tokenizer() {
     );
     std::fs::write(&path, "{\"prompt\": \"Who \", \"completion\": \"begat\"}").unwrap();
     let dataset = load_path(&path, &config(64), Some(&plain)).unwrap();
-    assert_eq!(plain.decode(dataset.row(0), false).unwrap(), "Who begat<|endoftext|>");
+    assert_eq!(
+        plain.decode(dataset.row(0), false).unwrap(),
+        "Who begat<|endoftext|>"
+    );
     let trained: Vec<u32> = (0..dataset.row(0).len())
         .filter(|&at| dataset.is_trained(0, at))
         .map(|at| dataset.row(0)[at])
@@ -344,7 +424,10 @@ fn no_template_and_no_tokenizer() {
     assert!("begat<|endoftext|>".ends_with(&plain.decode(&trained, false).unwrap()));
     assert!(trained.contains(&plain.eos().unwrap()));
     std::fs::write(&path, "{\"input_ids\": [1, 2, 3]}").unwrap();
-    assert_eq!(load_path(&path, &config(64), None).unwrap().stats().targets, 2);
+    assert_eq!(
+        load_path(&path, &config(64), None).unwrap().stats().targets,
+        2
+    );
 }
 
 #[test]
@@ -352,8 +435,10 @@ fn bad_tokenizers_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let place = folder.path().to_str().unwrap().to_string();
     let load = |vocab| {
-        let message =
-            TextTokenizer::load(folder.path(), vocab).map(|_| ()).unwrap_err().to_string();
+        let message = TextTokenizer::load(folder.path(), vocab)
+            .map(|_| ())
+            .unwrap_err()
+            .to_string();
         assert!(!message.contains('\n'), "{message}");
         message.replace(&place, "DIR")
     };
@@ -377,7 +462,10 @@ fn bad_tokenizers_are_named() {
          a tokenizer that does not belong to the model; take config.json and tokenizer.json from \
           the same model"
     );
-    write("generation_config.json", br#"{"eos_token_id": [0, 2, 99999]}"#);
+    write(
+        "generation_config.json",
+        br#"{"eos_token_id": [0, 2, 99999]}"#,
+    );
     let loaded = TextTokenizer::load(folder.path(), 1024).unwrap();
     assert_eq!(loaded.eos_ids(), [0, 2]);
     write("chat_template.jinja", b"{% for %}");
@@ -385,7 +473,10 @@ fn bad_tokenizers_are_named() {
         "chat template: DIR/tokenizer.json: expected a chat template that parses, got "
     ));
     std::fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
-    write("tokenizer_config.json", br#"{"eos_token": {"content": "<eos>"}}"#);
+    write(
+        "tokenizer_config.json",
+        br#"{"eos_token": {"content": "<eos>"}}"#,
+    );
     assert_eq!(
         load(1024),
         "tokenizer: DIR/tokenizer.json: expected the eos_token <eos> of tokenizer_config.json, \
@@ -407,10 +498,20 @@ fn bad_tokenizers_are_named() {
 fn trained_text(template: &str, messages: &str) -> Result<Vec<String>, String> {
     let row: Value = serde_json::from_str(&format!("{{\"messages\": {messages}}}")).unwrap();
     let row = terrace::data::formats::read(&row, DataFormat::Messages, false).unwrap();
-    let terrace::data::formats::Row::Chat(conversation) = row else { panic!("a conversation") };
+    let terrace::data::formats::Row::Chat(conversation) = row else {
+        panic!("a conversation")
+    };
     let template = ChatTemplate::new(template, Vec::new()).map_err(|fault| fault.got)?;
-    let rendered = template.renderer().unwrap().render(&conversation).map_err(|fault| fault.got)?;
-    Ok(rendered.trained.iter().map(|range| rendered.text[range.clone()].to_string()).collect())
+    let rendered = template
+        .renderer()
+        .unwrap()
+        .render(&conversation)
+        .map_err(|fault| fault.got)?;
+    Ok(rendered
+        .trained
+        .iter()
+        .map(|range| rendered.text[range.clone()].to_string())
+        .collect())
 }
 
 #[test]
@@ -449,7 +550,10 @@ fn odd_templates_never_train_on_the_user() {
     // Only the whole conversation renders.
     let picky = "{% if messages|length != 4 %}{{ raise_exception('four') }}{% endif %}\
         {% for m in messages %}{{ m.role[0] }}:{{ m.content }}.\n{% endfor %}";
-    assert_eq!(trained_text(picky, messages), Err("four (template line 1)".to_string()));
+    assert_eq!(
+        trained_text(picky, messages),
+        Err("four (template line 1)".to_string())
+    );
     let tagged = "{% for m in messages %}\n  {%- if m.role == 'assistant' %}\n    {%- generation \
      -%} {{ m.content }} \
         {%- endgeneration -%}\n  {%- else %}{{ m.content }}{% endif %}\n{% endfor %}";
@@ -463,21 +567,36 @@ fn templates_print_as_python_does() {
         template
             .renderer()
             .unwrap()
-            .prompt(&terrace::data::formats::Conversation::exchange("it's".into(), "b".into()))
+            .prompt(&terrace::data::formats::Conversation::exchange(
+                "it's".into(),
+                "b".into(),
+            ))
     };
     for (source, expected) in [
         ("{{ bos_token }}{{ eos_token }}", "<s>"),
-        ("{{ none }} {{ true }} {{ 1.0 }} {{ 1e20 }} {{ 0.00001 }}", "None True 1.0 1e+20 1e-05"),
+        (
+            "{{ none }} {{ true }} {{ 1.0 }} {{ 1e20 }} {{ 0.00001 }}",
+            "None True 1.0 1e+20 1e-05",
+        ),
         ("{{ messages[0] }}", "{'role': 'user', 'content': \"it's\"}"),
         ("{{ [1, 'a', none] }}", "[1, 'a', None]"),
-        ("{{ {'a': [1, 2.5], 'b': '<&>\\u00e4'} | tojson }}", "{\"a\": [1, 2.5], \"b\": \"<&>ä\"}"),
+        (
+            "{{ {'a': [1, 2.5], 'b': '<&>\\u00e4'} | tojson }}",
+            "{\"a\": [1, 2.5], \"b\": \"<&>ä\"}",
+        ),
         (
             "{{ {'a': [1], 'b': {}} | tojson(indent=2) }}",
             "{\n  \"a\": [\n    1\n  ],\n  \"b\": {}\n}",
         ),
-        ("{{ strftime_now('%d %b %Y, %A %H:%M') }}", "26 Jul 2024, Friday 00:00"),
+        (
+            "{{ strftime_now('%d %b %Y, %A %H:%M') }}",
+            "26 Jul 2024, Friday 00:00",
+        ),
         ("{{ ' a '.strip() ~ 'x,y'.split(',')[-1] }}", "ay"),
-        ("{% if tools is none %}no{% endif %}{% if x is defined %}x{% endif %}", "no"),
+        (
+            "{% if tools is none %}no{% endif %}{% if x is defined %}x{% endif %}",
+            "no",
+        ),
         ("  {% if true %}\n a\n  {% endif %}\nb\n", " a\nb"),
         (
             "{% for m in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ m.role }}{% \
@@ -494,7 +613,11 @@ fn numbered(lengths: &[usize], masked: &[bool]) -> Arc<Dataset> {
     let mut lines = String::new();
     for (row, &length) in lengths.iter().enumerate() {
         let ids: Vec<i64> = (0..length as i64).map(|at| row as i64 * 64 + at).collect();
-        let labels = if masked[row] { vec![-100; length] } else { ids.clone() };
+        let labels = if masked[row] {
+            vec![-100; length]
+        } else {
+            ids.clone()
+        };
         lines.push_str(&serde_json::json!({"input_ids": ids, "labels": labels}).to_string());
         lines.push('\n');
     }
@@ -530,7 +653,10 @@ fn rows_of(micro: &Micro, masked: &[bool]) -> Vec<u32> {
 }
 
 fn cases(count: u32) -> ProptestConfig {
-    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(count) }
+    ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(count)
+    }
 }
 
 fn rows_and_masks() -> impl Strategy<Value = (Vec<usize>, Vec<bool>)> {
@@ -641,10 +767,17 @@ proptest! {
 #[test]
 fn steps_wrap_into_the_next_epoch() {
     let dataset = numbered(&[8; 5], &[false; 5]);
-    let settings = DataConfig { packing: false, ..config(64) };
+    let settings = DataConfig {
+        packing: false,
+        ..config(64)
+    };
     let mut batches = Batches::new(dataset.clone(), &settings, 1, 2, 7).unwrap();
     assert_eq!(
-        (batches.steps_per_epoch(), batches.steps_of_epochs(2), batches.sequences()),
+        (
+            batches.steps_per_epoch(),
+            batches.steps_of_epochs(2),
+            batches.sequences()
+        ),
         (3, 5, 5)
     );
     let mut rows = Vec::new();
@@ -655,15 +788,35 @@ fn steps_wrap_into_the_next_epoch() {
     let (first, second) = rows.split_at(5);
     assert_ne!(first, second, "each epoch has its own order");
     let mut elsewhere = Batches::new(dataset.clone(), &settings, 5, 1, 7).unwrap();
-    elsewhere.seek(Cursor { epoch: 1, sequence: 0 }).unwrap();
-    assert_eq!(rows_of(&elsewhere.next_step().unwrap()[0], &[false; 5]), second);
+    elsewhere
+        .seek(Cursor {
+            epoch: 1,
+            sequence: 0,
+        })
+        .unwrap();
+    assert_eq!(
+        rows_of(&elsewhere.next_step().unwrap()[0], &[false; 5]),
+        second
+    );
     for epoch in [first, second] {
         let mut epoch = epoch.to_vec();
         epoch.sort_unstable();
         assert_eq!(epoch, [0, 1, 2, 3, 4]);
     }
-    assert_eq!(batches.cursor(), Cursor { epoch: 1, sequence: 5 });
-    let beyond = batches.seek(Cursor { epoch: 1, sequence: 6 }).unwrap_err().to_string();
+    assert_eq!(
+        batches.cursor(),
+        Cursor {
+            epoch: 1,
+            sequence: 5
+        }
+    );
+    let beyond = batches
+        .seek(Cursor {
+            epoch: 1,
+            sequence: 6,
+        })
+        .unwrap_err()
+        .to_string();
     assert_eq!(
         beyond,
         "data cursor: epoch 1: expected at most 5 sequences, got 6; \
@@ -676,7 +829,11 @@ fn steps_wrap_into_the_next_epoch() {
 #[test]
 fn a_step_without_targets_is_refused() {
     let dataset = numbered(&[4, 4, 4], &[true, true, false]);
-    let settings = DataConfig { packing: false, shuffle: false, ..config(64) };
+    let settings = DataConfig {
+        packing: false,
+        shuffle: false,
+        ..config(64)
+    };
     let mut batches = Batches::new(dataset.clone(), &settings, 1, 2, 0).unwrap();
     let message = batches.next_step().unwrap_err().to_string();
     let folder = dataset.place(0).replace("rows.jsonl:1", "");
@@ -686,7 +843,12 @@ fn a_step_without_targets_is_refused() {
          got rows that are masked throughout; remove these rows, or take more rows a step"
     );
     let mut larger = Batches::new(dataset, &settings, 1, 3, 0).unwrap();
-    let targets: Vec<u64> = larger.next_step().unwrap().iter().map(Micro::targets_count).collect();
+    let targets: Vec<u64> = larger
+        .next_step()
+        .unwrap()
+        .iter()
+        .map(Micro::targets_count)
+        .collect();
     assert_eq!(targets, [0, 0, 3]);
 }
 
@@ -697,10 +859,16 @@ fn preview_marks_what_is_masked() {
     let dataset = load_bytes("a.jsonl", row.as_bytes(), &config(64)).unwrap();
     let tokenizer = quickstart::tokenizer().unwrap();
     let show = |colour| {
-        let options = PreviewOptions { sequences: 1, colour, ids: false };
+        let options = PreviewOptions {
+            sequences: 1,
+            colour,
+            ids: false,
+        };
         let mut out = Vec::new();
         preview(&dataset, &config(64), Some(&tokenizer), options, &mut out).unwrap();
-        String::from_utf8(out).unwrap().replace(&dataset.place(0), "FILE:1")
+        String::from_utf8(out)
+            .unwrap()
+            .replace(&dataset.place(0), "FILE:1")
     };
     let tokens = dataset.stats().tokens;
     let expected = format!(
@@ -712,14 +880,21 @@ fn preview_marks_what_is_masked() {
         100.0 * tokens as f64 / 64.0
     );
     assert_eq!(show(false), expected);
-    assert_eq!(show(true), expected.replace('⟦', "\x1b[2m").replace('⟧', "\x1b[0m"));
+    assert_eq!(
+        show(true),
+        expected.replace('⟦', "\x1b[2m").replace('⟧', "\x1b[0m")
+    );
 }
 
 #[test]
 fn preview_shows_ids_without_a_tokenizer() {
     let row = b"{\"input_ids\": [7, 8, 9], \"labels\": [7, 8, -100]}";
     let dataset = load_bytes("a.jsonl", row, &config(64)).unwrap();
-    let options = PreviewOptions { sequences: 1, colour: false, ids: true };
+    let options = PreviewOptions {
+        sequences: 1,
+        colour: false,
+        ids: true,
+    };
     let mut out = Vec::new();
     preview(&dataset, &config(64), None, options, &mut out).unwrap();
     let shown = String::from_utf8(out).unwrap();
@@ -755,7 +930,10 @@ fn the_first_token_is_added_once_and_offsets_stay() {
     let text = quickstart::text();
     let long = Dataset::from_text("text", text, &config(1 << 20), &tokenizer).unwrap();
     assert_eq!(long.row(0)[0], 1);
-    assert_eq!(long.row(0)[1..long.row(0).len() - 1], plain.encode(text, false).unwrap());
+    assert_eq!(
+        long.row(0)[1..long.row(0).len() - 1],
+        plain.encode(text, false).unwrap()
+    );
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.jsonl");
     std::fs::write(&path, "{\"prompt\": \"of \", \"completion\": \"the\"}").unwrap();
@@ -775,8 +953,10 @@ fn an_answer_within_a_prompt_is_not_trained_on() {
     let dataset = load_bytes("a.jsonl", row.as_bytes(), &config(64)).unwrap();
     let tokenizer = quickstart::tokenizer().unwrap();
     let ids = dataset.row(0).iter().enumerate();
-    let trained: Vec<u32> =
-        ids.filter(|&(at, _)| dataset.is_trained(0, at)).map(|(_, &id)| id).collect();
+    let trained: Vec<u32> = ids
+        .filter(|&(at, _)| dataset.is_trained(0, at))
+        .map(|(_, &id)| id)
+        .collect();
     assert_eq!(tokenizer.decode(&trained, false).unwrap(), "c<|im_end|>\n");
 }
 

@@ -115,8 +115,11 @@ impl Batches {
 
     /// Goes on from `cursor`. An error if this data has no such sequence.
     pub fn seek(&mut self, cursor: Cursor) -> Result<()> {
-        let plan =
-            if cursor.epoch == self.cursor.epoch { None } else { Some(self.plan_of(cursor.epoch)) };
+        let plan = if cursor.epoch == self.cursor.epoch {
+            None
+        } else {
+            Some(self.plan_of(cursor.epoch))
+        };
         let sequences = plan.as_ref().unwrap_or(&self.plan).sequences();
         if cursor.sequence > sequences {
             return Err(Error::input(
@@ -142,8 +145,14 @@ impl Batches {
     /// Steps until `epochs` epochs are done. Packing may make a few sequences more or fewer an
     /// epoch: beyond 16 epochs the mean of the first 16 is taken for each.
     pub fn steps_of_epochs(&self, epochs: u64) -> u64 {
-        let counted = epochs.min(if self.packing && self.shuffle { EPOCHS_COUNTED_MAX } else { 1 });
-        let exact: u64 = (0..counted).map(|epoch| self.plan_of(epoch).sequences()).sum();
+        let counted = epochs.min(if self.packing && self.shuffle {
+            EPOCHS_COUNTED_MAX
+        } else {
+            1
+        });
+        let exact: u64 = (0..counted)
+            .map(|epoch| self.plan_of(epoch).sequences())
+            .sum();
         let sequences = u128::from(exact) * u128::from(epochs) / u128::from(counted.max(1));
         let step = u128::from(self.micro_batch) * u128::from(self.micro_batches);
         u64::try_from(sequences.div_ceil(step)).unwrap_or(u64::MAX)
@@ -166,12 +175,20 @@ impl Batches {
 
     fn plan_of(&self, epoch: u64) -> EpochPlan {
         let order = epoch_order(self.dataset.rows(), self.seed, epoch, self.shuffle);
-        EpochPlan::new(order, |row| self.dataset.row_len(row), self.seq_len, self.packing)
+        EpochPlan::new(
+            order,
+            |row| self.dataset.row_len(row),
+            self.seq_len,
+            self.packing,
+        )
     }
 
     fn nothing_to_train_on(&self, rows: &[u32]) -> Error {
-        let mut places: Vec<String> =
-            rows.iter().take(8).map(|&row| self.dataset.place(row)).collect();
+        let mut places: Vec<String> = rows
+            .iter()
+            .take(8)
+            .map(|&row| self.dataset.place(row))
+            .collect();
         if rows.len() > places.len() {
             places.push(format!("{} more", rows.len() - places.len()));
         }
@@ -193,7 +210,12 @@ pub(super) fn efficiency(dataset: &Dataset, plan: &EpochPlan, seq_len: u64) -> f
 /// The plan of `dataset` in file order.
 pub(super) fn plan_in_order(dataset: &Dataset, config: &DataConfig) -> EpochPlan {
     let order = epoch_order(dataset.rows(), 0, 0, false);
-    EpochPlan::new(order, |row| dataset.row_len(row), config.seq_len, config.packing)
+    EpochPlan::new(
+        order,
+        |row| dataset.row_len(row),
+        config.seq_len,
+        config.packing,
+    )
 }
 
 /// The micro-batches of an evaluation: every row once, in file order; the last may hold fewer

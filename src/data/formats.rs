@@ -39,7 +39,11 @@ impl Fault {
         got: impl Into<String>,
         remedy: impl Into<String>,
     ) -> Fault {
-        Fault { expected: expected.into(), got: got.into(), remedy: remedy.into() }
+        Fault {
+            expected: expected.into(),
+            got: got.into(),
+            remedy: remedy.into(),
+        }
     }
 
     /// The error of this fault at `place` in `what`.
@@ -72,7 +76,10 @@ impl Conversation {
     /// One question of the user and the assistant's answer.
     pub fn exchange(prompt: String, completion: String) -> Conversation {
         Conversation {
-            turns: vec![plain_turn("user", prompt), plain_turn("assistant", completion)],
+            turns: vec![
+                plain_turn("user", prompt),
+                plain_turn("assistant", completion),
+            ],
             tools: None,
         }
     }
@@ -103,8 +110,15 @@ pub enum Row {
 
 const PROMPT_KEYS: [&str; 3] = ["prompt", "question", "query"];
 const COMPLETION_KEYS: [&str; 3] = ["completion", "answer", "response"];
-const ROLES: [&str; 7] =
-    ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
+const ROLES: [&str; 7] = [
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+    "ipython",
+];
 const FORMATS: &str = "messages (messages: role, content), sharegpt (conversations: from, value), \
     alpaca (instruction, input, output), prompt (prompt, completion; question, answer), \
     text (text) or tokens (input_ids, labels)";
@@ -118,7 +132,11 @@ pub fn detect(row: &Value) -> Result<DataFormat, Fault> {
     }
     if let Some(list) = turn_list(row) {
         let from = list.first().is_some_and(|turn| turn.get("from").is_some());
-        return Ok(if from { DataFormat::Sharegpt } else { DataFormat::Messages });
+        return Ok(if from {
+            DataFormat::Sharegpt
+        } else {
+            DataFormat::Messages
+        });
     }
     if has("instruction") && has("output") {
         return Ok(DataFormat::Alpaca);
@@ -149,7 +167,8 @@ pub fn read(row: &Value, format: DataFormat, calls_as_text: bool) -> Result<Row,
 }
 
 fn object(row: &Value) -> Result<&Map<String, Value>, Fault> {
-    row.as_object().ok_or_else(|| Fault::new("a JSON object", kind(row), "write one {…} a row"))
+    row.as_object()
+        .ok_or_else(|| Fault::new("a JSON object", kind(row), "write one {…} a row"))
 }
 
 /// `a list`, `a number`: what a value is, in words.
@@ -169,7 +188,11 @@ fn unknown_keys(row: &Map<String, Value>) -> Fault {
     if row.len() > seen.len() {
         seen.push("…".to_string());
     }
-    let got = if seen.is_empty() { "none".to_string() } else { seen.join(", ") };
+    let got = if seen.is_empty() {
+        "none".to_string()
+    } else {
+        seen.join(", ")
+    };
     Fault::new(
         format!("the keys of one of the formats {FORMATS}"),
         format!("the keys {got}"),
@@ -183,20 +206,28 @@ fn text(row: &Map<String, Value>, key: &str) -> Result<Option<String>, Fault> {
         None if key == "text" => Err(unknown_keys(row)),
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(other) => {
-            Err(Fault::new(format!("a text in `{key}`"), kind(other), "correct the row"))
-        }
+        Some(other) => Err(Fault::new(
+            format!("a text in `{key}`"),
+            kind(other),
+            "correct the row",
+        )),
     }
 }
 
 fn turn_list(row: &Map<String, Value>) -> Option<&Vec<Value>> {
-    ["messages", "conversations", "conversation"].iter().find_map(|key| row.get(*key)?.as_array())
+    ["messages", "conversations", "conversation"]
+        .iter()
+        .find_map(|key| row.get(*key)?.as_array())
 }
 
 fn conversation(row: &Map<String, Value>, calls_as_text: bool) -> Result<Conversation, Fault> {
     let list = turn_list(row).ok_or_else(|| unknown_keys(row))?;
     if list.is_empty() {
-        return Err(Fault::new("at least one message", "an empty list", "remove the row"));
+        return Err(Fault::new(
+            "at least one message",
+            "an empty list",
+            "remove the row",
+        ));
     }
     let mut turns = Vec::with_capacity(list.len() + 1);
     if let Some(system) = text(row, "system")?.filter(|text| !text.is_empty()) {
@@ -209,14 +240,21 @@ fn conversation(row: &Map<String, Value>, calls_as_text: bool) -> Result<Convers
         })?;
         turns.push(read);
     }
-    Ok(Conversation { turns, tools: tools(row)? })
+    Ok(Conversation {
+        turns,
+        tools: tools(row)?,
+    })
 }
 
 fn plain_turn(role: &str, content: String) -> Turn {
     let mut message = Map::new();
     message.insert("role".to_string(), role.into());
     message.insert("content".to_string(), content.into());
-    Turn { role: role.to_string(), trained: role == "assistant", message }
+    Turn {
+        role: role.to_string(),
+        trained: role == "assistant",
+        message,
+    }
 }
 
 fn turn(message: &Value, calls_as_text: bool) -> Result<Turn, Fault> {
@@ -232,7 +270,10 @@ fn turn(message: &Value, calls_as_text: bool) -> Result<Turn, Fault> {
             "function_call" if calls_as_text => "assistant",
             "function_call" => return function_call(value),
             _ => {
-                return Err(unknown_role(from, "human, gpt, system, observation or function_call"));
+                return Err(unknown_role(
+                    from,
+                    "human, gpt, system, observation or function_call",
+                ));
             }
         };
         let mut turn = plain_turn(role, value);
@@ -260,16 +301,31 @@ fn turn(message: &Value, calls_as_text: bool) -> Result<Turn, Fault> {
     let content = content(message.get("content"))?;
     let role = role.clone();
     message.insert("content".to_string(), content.into());
-    Ok(Turn { role, trained, message })
+    Ok(Turn {
+        role,
+        trained,
+        message,
+    })
 }
 
 fn keys(row: &Map<String, Value>) -> String {
     let seen: Vec<String> = row.keys().take(12).map(|key| printable(key)).collect();
-    format!("the keys {}", if seen.is_empty() { "none".to_string() } else { seen.join(", ") })
+    format!(
+        "the keys {}",
+        if seen.is_empty() {
+            "none".to_string()
+        } else {
+            seen.join(", ")
+        }
+    )
 }
 
 fn unknown_role(got: &Value, known: &str) -> Fault {
-    Fault::new(format!("a role among {known}"), printable(&got.to_string()), "rename the role")
+    Fault::new(
+        format!("a role among {known}"),
+        printable(&got.to_string()),
+        "rename the role",
+    )
 }
 
 /// A message's content as text: parts are put together.
@@ -286,8 +342,9 @@ fn content(value: Option<&Value>) -> Result<String, Fault> {
                     text.and_then(Value::as_str).filter(|_| kind == "text")
                 });
                 let text = text.ok_or_else(|| {
-                    let kind =
-                        part.get("type").map_or("a part without one".to_string(), Value::to_string);
+                    let kind = part
+                        .get("type")
+                        .map_or("a part without one".to_string(), Value::to_string);
                     Fault::new(
                         "content parts of type text",
                         printable(&kind),
@@ -341,14 +398,20 @@ fn function_call(value: String) -> Result<Turn, Fault> {
         tool_calls.push(serde_json::json!({"type": "function", "function": call}));
     }
     let mut turn = plain_turn("assistant", String::new());
-    turn.message.insert("tool_calls".to_string(), Value::Array(tool_calls));
+    turn.message
+        .insert("tool_calls".to_string(), Value::Array(tool_calls));
     Ok(turn)
 }
 
 /// `tools`: a list, or a text that holds one; a bare function is put in its `{type, function}`.
 fn tools(row: &Map<String, Value>) -> Result<Option<Value>, Fault> {
-    let wrong =
-        |got: &str| Fault::new("a list of tools in `tools`", printable(got), "correct the row");
+    let wrong = |got: &str| {
+        Fault::new(
+            "a list of tools in `tools`",
+            printable(got),
+            "correct the row",
+        )
+    };
     let list = match row.get("tools") {
         None | Some(Value::Null) => return Ok(None),
         Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
@@ -393,7 +456,11 @@ fn alpaca(row: &Map<String, Value>) -> Result<Conversation, Fault> {
             }
         }
         Some(other) => {
-            return Err(Fault::new("a list in `history`", kind(other), "correct the row"));
+            return Err(Fault::new(
+                "a list in `history`",
+                kind(other),
+                "correct the row",
+            ));
         }
     }
     let question = match text(row, "input")?.filter(|input| !input.is_empty()) {
@@ -407,7 +474,8 @@ fn alpaca(row: &Map<String, Value>) -> Result<Conversation, Fault> {
 
 fn prompt(row: &Map<String, Value>, calls_as_text: bool) -> Result<Row, Fault> {
     let find = |keys: &[&str]| {
-        keys.iter().find_map(|key| row.get(*key).filter(|value| !value.is_null()).cloned())
+        keys.iter()
+            .find_map(|key| row.get(*key).filter(|value| !value.is_null()).cloned())
     };
     let (Some(prompt), Some(completion)) = (find(&PROMPT_KEYS), find(&COMPLETION_KEYS)) else {
         return Err(unknown_keys(row));
@@ -424,7 +492,10 @@ fn prompt(row: &Map<String, Value>, calls_as_text: bool) -> Result<Row, Fault> {
                 turn.trained = turn.trained && index >= asked;
                 turns.push(turn);
             }
-            Ok(Row::Chat(Conversation { turns, tools: tools(row)? }))
+            Ok(Row::Chat(Conversation {
+                turns,
+                tools: tools(row)?,
+            }))
         }
         (prompt, completion) => Err(Fault::new(
             "prompt and completion both texts, or both lists of messages",
@@ -477,7 +548,11 @@ fn tokens(row: &Map<String, Value>) -> Result<Row, Fault> {
         trained.push(label != -100);
     }
     if kept.is_empty() {
-        return Err(Fault::new("at least one id in `input_ids`", "none", "remove the row"));
+        return Err(Fault::new(
+            "at least one id in `input_ids`",
+            "none",
+            "remove the row",
+        ));
     }
     Ok(Row::Tokens { ids: kept, trained })
 }
@@ -491,5 +566,7 @@ fn numbers(value: &Value, key: &str) -> Result<Vec<i64>, Fault> {
         )
     };
     let list = value.as_array().ok_or_else(|| wrong(value))?;
-    list.iter().map(|number| number.as_i64().ok_or_else(|| wrong(number))).collect()
+    list.iter()
+        .map(|number| number.as_i64().ok_or_else(|| wrong(number)))
+        .collect()
 }

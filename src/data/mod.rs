@@ -62,7 +62,10 @@ pub struct Micro {
 impl Micro {
     /// Targets that have a loss.
     pub fn targets_count(&self) -> u64 {
-        self.targets.iter().filter(|&&target| target != IGNORE).count() as u64
+        self.targets
+            .iter()
+            .filter(|&&target| target != IGNORE)
+            .count() as u64
     }
 }
 
@@ -216,7 +219,9 @@ impl Dataset {
         micro.tokens.extend_from_slice(tokens);
         for index in 1..=tokens.len() {
             let trained = index < tokens.len() && bit(&self.trained, range.start + index);
-            micro.targets.push(if trained { tokens[index] } else { IGNORE });
+            micro
+                .targets
+                .push(if trained { tokens[index] } else { IGNORE });
         }
         let length = u32::try_from(tokens.len()).expect("at most seq_len");
         micro.positions.extend(0..length);
@@ -247,8 +252,9 @@ impl<'a> Reading<'a> {
         tokenizer: Option<&'a TextTokenizer>,
         vocab_size: u64,
     ) -> Result<Reading<'a>> {
-        let seq_len =
-            usize::try_from(config.seq_len).ok().filter(|&tokens| (2..=1 << 30).contains(&tokens));
+        let seq_len = usize::try_from(config.seq_len)
+            .ok()
+            .filter(|&tokens| (2..=1 << 30).contains(&tokens));
         let seq_len = seq_len.ok_or_else(|| {
             let got = config.seq_len.to_string();
             Error::input(
@@ -361,7 +367,11 @@ impl<'a> Reading<'a> {
                 "set data.truncate = true to cut it, or raise data.seq_len",
             ));
         }
-        let kept = if sample.splits { length } else { length.min(self.seq_len) };
+        let kept = if sample.splits {
+            length
+        } else {
+            length.min(self.seq_len)
+        };
         self.dataset.stats.truncated += u64::from(kept < length);
         for start in (0..kept).step_by(self.seq_len) {
             let end = (start + self.seq_len).min(kept);
@@ -388,7 +398,10 @@ impl<'a> Reading<'a> {
             if index.is_multiple_of(64) {
                 dataset.trained.push(0);
             }
-            let word = dataset.trained.last_mut().expect("pushed with the first token");
+            let word = dataset
+                .trained
+                .last_mut()
+                .expect("pushed with the first token");
             *word |= u64::from(trained) << (index % 64);
             dataset.stats.tokens += 1;
         }
@@ -406,7 +419,11 @@ impl<'a> Reading<'a> {
 
     fn finish(mut self) -> Result<Dataset> {
         let place = self.dataset.files.join(", ");
-        let place = if place.is_empty() { "data.train".to_string() } else { printable(&place) };
+        let place = if place.is_empty() {
+            "data.train".to_string()
+        } else {
+            printable(&place)
+        };
         if self.dataset.origins.is_empty() {
             return Err(Error::input(
                 "dataset",
@@ -444,7 +461,9 @@ fn parse(line: &[u8]) -> Result<Value, Fault> {
         )
     })?;
     serde_json::from_str(text).map_err(|error| {
-        let got = error.to_string().replace(" at line 1 column ", " at column ");
+        let got = error
+            .to_string()
+            .replace(" at line 1 column ", " at column ");
         Fault::new(
             "a JSON object a line",
             printable(&got),

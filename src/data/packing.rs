@@ -34,7 +34,10 @@ impl EpochPlan {
     ) -> EpochPlan {
         let rows_count = u32::try_from(order.len()).expect("Dataset holds at most u32::MAX rows");
         if !packed {
-            return EpochPlan { rows: order, starts: (0..=rows_count).collect() };
+            return EpochPlan {
+                rows: order,
+                starts: (0..=rows_count).collect(),
+            };
         }
         let mut sequence_of = Vec::with_capacity(order.len());
         let mut count = 0u32;
@@ -137,8 +140,12 @@ mod tests {
         let sequences: Vec<&[u32]> = (0..plan.sequences()).map(|at| plan.rows(at)).collect();
         assert_eq!(sequences, [&[0, 2][..], &[1, 3], &[4], &[5]]);
         // The window is bounded: room in the first of 65 open sequences is forgotten.
-        let window =
-            EpochPlan::new((0..67).collect(), |row| if row < 65 { 6 } else { 4 }, 10, true);
+        let window = EpochPlan::new(
+            (0..67).collect(),
+            |row| if row < 65 { 6 } else { 4 },
+            10,
+            true,
+        );
         assert_eq!(
             (window.rows(0), window.rows(1), window.rows(2)),
             (&[0][..], &[1, 65][..], &[2, 66][..])

@@ -76,19 +76,33 @@ fn write_row(
     out: &mut dyn Write,
 ) -> Result<()> {
     let ids = dataset.row(row);
-    write(writeln!(out, "--- {}, {} tokens", dataset.place(row), ids.len()))?;
+    write(writeln!(
+        out,
+        "--- {}, {} tokens",
+        dataset.place(row),
+        ids.len()
+    ))?;
     // The first token is predicted by nothing, so it counts as masked.
     let trained = |index: usize| index > 0 && dataset.is_trained(row, index);
-    let (open, close) = if options.colour { ("\x1b[2m", "\x1b[0m") } else { ("⟦", "⟧") };
+    let (open, close) = if options.colour {
+        ("\x1b[2m", "\x1b[0m")
+    } else {
+        ("⟦", "⟧")
+    };
     let mut start = 0;
     while start < ids.len() {
-        let end =
-            (start..ids.len()).find(|&index| trained(index) != trained(start)).unwrap_or(ids.len());
+        let end = (start..ids.len())
+            .find(|&index| trained(index) != trained(start))
+            .unwrap_or(ids.len());
         let text = match tokenizer {
             Some(tokenizer) => escaped(&tokenizer.decode(&ids[start..end], false)?),
             None => listed(&ids[start..end]),
         };
-        let (open, close) = if trained(start) { ("", "") } else { (open, close) };
+        let (open, close) = if trained(start) {
+            ("", "")
+        } else {
+            (open, close)
+        };
         write(write!(out, "{open}{text}{close}"))?;
         start = end;
     }

@@ -19,7 +19,10 @@ pub fn tokenizer() -> Result<TextTokenizer> {
 
 /// The bytes of tokenizer.json and tokenizer_config.json, to write beside an exported model.
 pub fn tokenizer_files() -> [(&'static str, &'static [u8]); 2] {
-    [("tokenizer.json", TOKENIZER_JSON), ("tokenizer_config.json", TOKENIZER_CONFIG)]
+    [
+        ("tokenizer.json", TOKENIZER_JSON),
+        ("tokenizer_config.json", TOKENIZER_CONFIG),
+    ]
 }
 
 /// The whole text.
@@ -39,7 +42,9 @@ pub fn held_out_text() -> &'static str {
 
 fn held_out_start() -> usize {
     let at = TEXT.len() - TEXT.len() / 20;
-    TEXT[at..].find('\n').map_or(TEXT.len(), |line_end| at + line_end + 1)
+    TEXT[at..]
+        .find('\n')
+        .map_or(TEXT.len(), |line_end| at + line_end + 1)
 }
 
 /// Entropy, in nats a token, of `ids` under their own frequencies: the loss of the best guess that

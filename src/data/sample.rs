@@ -54,7 +54,11 @@ impl<'a> Sampler<'a> {
             Row::Text(text) if text.is_empty() => Ok(Sample::default()),
             Row::Text(text) => {
                 let ids = self.tokenizer()?.document(&text)?;
-                Ok(Sample { trained: vec![true; ids.len()], ids, splits: true })
+                Ok(Sample {
+                    trained: vec![true; ids.len()],
+                    ids,
+                    splits: true,
+                })
             }
             Row::Tokens { ids, trained } => self.tokens(ids, trained),
         }
@@ -90,8 +94,11 @@ impl<'a> Sampler<'a> {
         let trained = std::iter::once(prompt.len()..text.len()).collect();
         let body = masked(tokenizer, &Rendered { text, trained })?;
         let leading = tokenizer.leading_ids()?;
-        let mut sample =
-            Sample { trained: vec![false; leading.len()], ids: leading, splits: false };
+        let mut sample = Sample {
+            trained: vec![false; leading.len()],
+            ids: leading,
+            splits: false,
+        };
         sample.ids.extend(body.ids);
         sample.trained.extend(body.trained);
         if let Some(eos) = tokenizer.eos() {
@@ -113,7 +120,11 @@ impl<'a> Sampler<'a> {
                 )
             })?);
         }
-        Ok(Sample { ids: narrow, trained, splits: false })
+        Ok(Sample {
+            ids: narrow,
+            trained,
+            splits: false,
+        })
     }
 }
 
@@ -127,5 +138,9 @@ fn masked(tokenizer: &TextTokenizer, rendered: &Rendered) -> Result<Sample, Faul
         }
         ranges.peek().is_some_and(|range| range.start <= start)
     });
-    Ok(Sample { trained: trained.collect(), ids, splits: false })
+    Ok(Sample {
+        trained: trained.collect(),
+        ids,
+        splits: false,
+    })
 }

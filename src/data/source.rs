@@ -43,17 +43,30 @@ pub type Batch = Vec<(u64, RawRow)>;
 /// Reads `path` and hands its rows on in order.
 pub fn read_rows(path: &Path, sink: &mut dyn FnMut(Batch) -> Result<()>) -> Result<()> {
     let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
-    let metadata = file.metadata().map_err(|error| Error::io("read", path, error))?;
+    let metadata = file
+        .metadata()
+        .map_err(|error| Error::io("read", path, error))?;
     if !metadata.is_file() {
-        let got = if metadata.is_dir() { "a directory" } else { "something else" };
+        let got = if metadata.is_dir() {
+            "a directory"
+        } else {
+            "something else"
+        };
         return Err(refused(path, "a file", got, "name the files themselves"));
     }
-    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    let extension = path
+        .extension()
+        .and_then(|extension| extension.to_str())
+        .unwrap_or_default();
     let mut reader = BufReader::with_capacity(1 << 20, file);
     skip_mark(&mut reader, path)?;
     match extension.to_ascii_lowercase().as_str() {
         "txt" | "text" => {
-            capped(path, metadata.len(), "cut it, or write rows of `text` as JSON lines")?;
+            capped(
+                path,
+                metadata.len(),
+                "cut it, or write rows of `text` as JSON lines",
+            )?;
             sink(vec![(1, RawRow::Text(whole_text(reader, path)?))])
         }
         "json" | "jsonl" | "ndjson" => match first_byte(&mut reader, path)? {
@@ -89,11 +102,17 @@ fn capped(path: &Path, bytes: u64, remedy: &str) -> Result<()> {
 
 /// Skips a UTF-8 byte-order mark; UTF-16's is an error that names it.
 fn skip_mark(reader: &mut BufReader<File>, path: &Path) -> Result<()> {
-    let start = reader.fill_buf().map_err(|error| Error::io("read", path, error))?;
+    let start = reader
+        .fill_buf()
+        .map_err(|error| Error::io("read", path, error))?;
     if start.starts_with(b"\xff\xfe") || start.starts_with(b"\xfe\xff") {
         return Err(refused(path, "UTF-8", "UTF-16", "save the file as UTF-8"));
     }
-    let mark = if start.starts_with(b"\xef\xbb\xbf") { 3 } else { 0 };
+    let mark = if start.starts_with(b"\xef\xbb\xbf") {
+        3
+    } else {
+        0
+    };
     reader.consume(mark);
     Ok(())
 }
@@ -101,17 +120,28 @@ fn skip_mark(reader: &mut BufReader<File>, path: &Path) -> Result<()> {
 /// The first character that is not white space, not taken.
 fn first_byte(reader: &mut BufReader<File>, path: &Path) -> Result<Option<u8>> {
     // White space before the first row counts for its line, so only what is buffered is looked at.
-    let start = reader.fill_buf().map_err(|error| Error::io("read", path, error))?;
-    Ok(start.iter().copied().find(|byte| !byte.is_ascii_whitespace()))
+    let start = reader
+        .fill_buf()
+        .map_err(|error| Error::io("read", path, error))?;
+    Ok(start
+        .iter()
+        .copied()
+        .find(|byte| !byte.is_ascii_whitespace()))
 }
 
 fn whole_text(reader: BufReader<File>, path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
     let mut limited = reader.take(LIST_BYTES_MAX);
-    limited.read_to_end(&mut bytes).map_err(|error| Error::io("read", path, error))?;
+    limited
+        .read_to_end(&mut bytes)
+        .map_err(|error| Error::io("read", path, error))?;
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
-        let line = error.as_bytes()[..at].iter().filter(|&&byte| byte == b'\n').count() + 1;
+        let line = error.as_bytes()[..at]
+            .iter()
+            .filter(|&&byte| byte == b'\n')
+            .count()
+            + 1;
         let place = format!("{}:{line}", path.display());
         Error::input(
             "dataset",
@@ -133,8 +163,9 @@ fn line_rows(
     for number in 1.. {
         let mut line = Vec::new();
         let mut limited = reader.by_ref().take(LINE_BYTES_MAX + 1);
-        let read =
-            limited.read_until(b'\n', &mut line).map_err(|error| Error::io("read", path, error))?;
+        let read = limited
+            .read_until(b'\n', &mut line)
+            .map_err(|error| Error::io("read", path, error))?;
         if read == 0 {
             break;
         }
@@ -159,7 +190,11 @@ fn line_rows(
             sink(std::mem::take(&mut batch))?;
         }
     }
-    if batch.is_empty() { Ok(()) } else { sink(batch) }
+    if batch.is_empty() {
+        Ok(())
+    } else {
+        sink(batch)
+    }
 }
 
 fn list_rows(
@@ -167,7 +202,10 @@ fn list_rows(
     path: &Path,
     sink: &mut dyn FnMut(Batch) -> Result<()>,
 ) -> Result<()> {
-    let mut rows = ListRows { sink, stopped: None };
+    let mut rows = ListRows {
+        sink,
+        stopped: None,
+    };
     let mut json = serde_json::Deserializer::from_reader(reader.take(LIST_BYTES_MAX));
     let read = (&mut rows).deserialize(&mut json).and_then(|()| json.end());
     if let Some(error) = rows.stopped {

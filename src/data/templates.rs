@@ -49,8 +49,11 @@ pub struct Rendered {
 impl ChatTemplate {
     /// The template with `special` as (`bos_token`, its text) pairs. An error if it does not parse.
     pub fn new(source: &str, special: Vec<(String, String)>) -> Result<ChatTemplate, Fault> {
-        let template =
-            ChatTemplate { source: without_generation_tags(source), special, date: DATE_DEFAULT };
+        let template = ChatTemplate {
+            source: without_generation_tags(source),
+            special,
+            date: DATE_DEFAULT,
+        };
         template.renderer().map(|_| ())?;
         Ok(template)
     }
@@ -83,11 +86,16 @@ impl ChatTemplate {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
         });
         let date = self.date;
-        environment.add_function("strftime_now", move |format: String| strftime(date, &format));
+        environment.add_function("strftime_now", move |format: String| {
+            strftime(date, &format)
+        });
         environment
             .add_template("chat", &self.source)
             .map_err(|error| fault("a chat template that parses", &error))?;
-        Ok(Renderer { environment, special: &self.special })
+        Ok(Renderer {
+            environment,
+            special: &self.special,
+        })
     }
 }
 
@@ -107,8 +115,11 @@ impl Renderer<'_> {
                 "split it into several rows",
             ));
         }
-        let messages: Vec<Value> =
-            conversation.turns.iter().map(|turn| Value::from_serialize(&turn.message)).collect();
+        let messages: Vec<Value> = conversation
+            .turns
+            .iter()
+            .map(|turn| Value::from_serialize(&turn.message))
+            .collect();
         let tools = conversation.tools.as_ref().map(Value::from_serialize);
         let whole = Whole {
             renderer: self,
@@ -132,13 +143,19 @@ impl Renderer<'_> {
                 trained.push(range);
             }
         }
-        Ok(Rendered { text: whole.text, trained })
+        Ok(Rendered {
+            text: whole.text,
+            trained,
+        })
     }
 
     /// The text of a prompt: the turns and the header of the assistant's next one.
     pub fn prompt(&self, conversation: &Conversation) -> Result<String, Fault> {
-        let messages: Vec<Value> =
-            conversation.turns.iter().map(|turn| Value::from_serialize(&turn.message)).collect();
+        let messages: Vec<Value> = conversation
+            .turns
+            .iter()
+            .map(|turn| Value::from_serialize(&turn.message))
+            .collect();
         let tools = conversation.tools.as_ref().map(Value::from_serialize);
         self.text(&messages, &tools, true)
     }
@@ -156,9 +173,15 @@ impl Renderer<'_> {
             documents => none,
             add_generation_prompt => prompt,
         };
-        let special: Value =
-            self.special.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
-        let template = self.environment.get_template("chat").expect("added by renderer()");
+        let special: Value = self
+            .special
+            .iter()
+            .map(|(name, text)| (name.as_str(), text.as_str()))
+            .collect();
+        let template = self
+            .environment
+            .get_template("chat")
+            .expect("added by renderer()");
         template
             .render(context! { ..settings, ..special })
             .map_err(|error| fault("a conversation that the chat template takes", &error))
@@ -195,7 +218,11 @@ impl Whole<'_> {
             return Ok(before.len()..upto.len());
         }
         let words = self.changed_range(index)?;
-        let floor = if index > 0 { self.changed_range(index - 1)?.end } else { 0 };
+        let floor = if index > 0 {
+            self.changed_range(index - 1)?.end
+        } else {
+            0
+        };
         let header_end = before.map(|before| before.len());
         let start = header_end.filter(|end| (floor..=words.start).contains(end));
         let start = start.unwrap_or(words.start);
@@ -213,13 +240,23 @@ impl Whole<'_> {
     /// Whether `before` holds what was said since `end_before`: some templates write a question
     /// only together with its answer, and then `before` is a prefix that ends too early.
     fn has_words_before(&self, before: &str, index: usize, end_before: usize) -> bool {
-        let Some(mut rest) = before.get(end_before..) else { return false };
+        let Some(mut rest) = before.get(end_before..) else {
+            return false;
+        };
         let assistant = |turn: &Turn| turn.role == "assistant";
-        let first = self.turns[..index].iter().rposition(assistant).map_or(0, |at| at + 1);
+        let first = self.turns[..index]
+            .iter()
+            .rposition(assistant)
+            .map_or(0, |at| at + 1);
         for turn in &self.turns[first..index] {
-            let content = turn.message.get("content").and_then(|content| content.as_str());
+            let content = turn
+                .message
+                .get("content")
+                .and_then(|content| content.as_str());
             let words = content.unwrap_or_default().trim();
-            let Some(at) = rest.find(words) else { return false };
+            let Some(at) = rest.find(words) else {
+                return false;
+            };
             rest = &rest[at + words.len()..];
         }
         true
@@ -267,7 +304,10 @@ impl Whole<'_> {
 fn unmatched(index: usize) -> Fault {
     Fault::new(
         "a chat template in whose text each turn can be found",
-        format!("turn {} of the assistant, which overlaps another", index + 1),
+        format!(
+            "turn {} of the assistant, which overlaps another",
+            index + 1
+        ),
         "tokenize these rows yourself and give `input_ids` and `labels`",
     )
 }
@@ -275,13 +315,19 @@ fn unmatched(index: usize) -> Fault {
 /// Bytes that both texts begin with, in whole characters.
 fn common_prefix(a: &str, b: &str) -> usize {
     let pairs = a.chars().zip(b.chars());
-    pairs.take_while(|(x, y)| x == y).map(|(x, _)| x.len_utf8()).sum()
+    pairs
+        .take_while(|(x, y)| x == y)
+        .map(|(x, _)| x.len_utf8())
+        .sum()
 }
 
 /// Bytes that both texts end with, in whole characters.
 fn common_suffix(a: &str, b: &str) -> usize {
     let pairs = a.chars().rev().zip(b.chars().rev());
-    pairs.take_while(|(x, y)| x == y).map(|(x, _)| x.len_utf8()).sum()
+    pairs
+        .take_while(|(x, y)| x == y)
+        .map(|(x, _)| x.len_utf8())
+        .sum()
 }
 
 fn fault(expected: &str, error: &minijinja::Error) -> Fault {
@@ -292,7 +338,11 @@ fn fault(expected: &str, error: &minijinja::Error) -> Fault {
     if let Some(line) = error.line() {
         got.push_str(&format!(" (template line {line})"));
     }
-    Fault::new(expected, printable(&got), "correct the row, or the template beside tokenizer.json")
+    Fault::new(
+        expected,
+        printable(&got),
+        "correct the row, or the template beside tokenizer.json",
+    )
 }
 
 /// The source with `{% generation %}` and `{% endgeneration %}` as an `if` that is always true:
@@ -323,7 +373,9 @@ fn without_generation_tags(source: &str) -> String {
 fn print_as_python(out: &mut Output, _: &State, value: &Value) -> Result<(), minijinja::Error> {
     match value.kind() {
         ValueKind::Undefined => Ok(()),
-        ValueKind::String => out.write_str(value.as_str().unwrap_or_default()).map_err(Into::into),
+        ValueKind::String => out
+            .write_str(value.as_str().unwrap_or_default())
+            .map_err(Into::into),
         _ => {
             let mut text = String::new();
             python_repr(value, &mut text)?;
@@ -342,7 +394,11 @@ fn python_repr(value: &Value, out: &mut String) -> Result<(), minijinja::Error> 
         }
         ValueKind::String => {
             let text = value.as_str().unwrap_or_default();
-            let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+            let quote = if text.contains('\'') && !text.contains('"') {
+                '"'
+            } else {
+                '\''
+            };
             out.push(quote);
             for c in text.chars() {
                 match c {
@@ -466,12 +522,22 @@ const MONTHS: [&str; 12] = [
     "November",
     "December",
 ];
-const DAYS: [&str; 7] =
-    ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
+const DAYS: [&str; 7] = [
+    "Sunday",
+    "Monday",
+    "Tuesday",
+    "Wednesday",
+    "Thursday",
+    "Friday",
+    "Saturday",
+];
 
 /// Unix seconds by Python's `strftime`, UTC; a letter that is not known stays as it is.
 fn strftime(unix_seconds: i64, format: &str) -> String {
-    let (days, second) = (unix_seconds.div_euclid(86_400), unix_seconds.rem_euclid(86_400));
+    let (days, second) = (
+        unix_seconds.div_euclid(86_400),
+        unix_seconds.rem_euclid(86_400),
+    );
     let (year, month, day) = civil_date(days);
     let weekday = DAYS[usize::try_from((days + 4).rem_euclid(7)).unwrap_or(0)];
     let name = MONTHS[usize::try_from(month - 1).unwrap_or(0)];
@@ -513,6 +579,10 @@ fn civil_date(days: i64) -> (i64, i64, i64) {
     let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let month_from_march = (5 * of_year + 2) / 153;
     let day = of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
     (year_of_era + era * 400 + i64::from(month <= 2), month, day)
 }

@@ -67,11 +67,18 @@ impl TextTokenizer {
         let optional = |name: &str| read_capped(&model_dir.join(name), SETTINGS_BYTES_MAX);
         let config = optional("tokenizer_config.json")?.unwrap_or_else(|| b"{}".to_vec());
         let template = optional("chat_template.jinja")?;
-        let mut loaded =
-            TextTokenizer::build(&json, &config, template.as_deref(), &path.display().to_string())?;
+        let mut loaded = TextTokenizer::build(
+            &json,
+            &config,
+            template.as_deref(),
+            &path.display().to_string(),
+        )?;
         loaded.check_vocabulary(vocab_size, &path.display().to_string())?;
         if let Some(generation) = optional("generation_config.json")? {
-            let place = model_dir.join("generation_config.json").display().to_string();
+            let place = model_dir
+                .join("generation_config.json")
+                .display()
+                .to_string();
             loaded.add_generation_eos(&parse_json(&generation, &place)?);
         }
         Ok(loaded)
@@ -105,7 +112,10 @@ impl TextTokenizer {
         let largest = tokenizer.get_vocab(true).into_values().max();
         let config = parse_json(config, place)?;
         let special = special_tokens(&config);
-        let eos_name = special.iter().find(|(name, _)| name == "eos_token").map(|(_, text)| text);
+        let eos_name = special
+            .iter()
+            .find(|(name, _)| name == "eos_token")
+            .map(|(_, text)| text);
         let eos = match eos_name {
             Some(text) => Some(tokenizer.token_to_id(text).ok_or_else(|| {
                 Error::input(
@@ -120,7 +130,13 @@ impl TextTokenizer {
         };
         let source = match template {
             Some(bytes) => Some(String::from_utf8(bytes.to_vec()).map_err(|_| {
-                Error::input("chat template", place, "UTF-8", "other bytes", "save it as UTF-8")
+                Error::input(
+                    "chat template",
+                    place,
+                    "UTF-8",
+                    "other bytes",
+                    "save it as UTF-8",
+                )
             })?),
             None => template_of(&config),
         };
@@ -149,7 +165,10 @@ impl TextTokenizer {
             "tokenizer",
             place,
             format!("ids below {vocab_size}, the model's vocabulary"),
-            format!("id {}: a tokenizer that does not belong to the model", self.ids_end - 1),
+            format!(
+                "id {}: a tokenizer that does not belong to the model",
+                self.ids_end - 1
+            ),
             "take config.json and tokenizer.json from the same model",
         ))
     }
@@ -172,7 +191,8 @@ impl TextTokenizer {
     /// Ids of `text`. `add_special` adds what the model expects around a text, such as a first
     /// token; a rendered conversation has it already.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        self.ids_of(text, add_special).map_err(|fault| fault.at("tokenizer", "text"))
+        self.ids_of(text, add_special)
+            .map_err(|fault| fault.at("tokenizer", "text"))
     }
 
     /// The text of `ids`; those of no token are left out.
@@ -211,27 +231,38 @@ impl TextTokenizer {
 
     /// Ids of `text`, as [`TextTokenizer::encode`].
     pub(super) fn ids_of(&self, text: &str, add_special: bool) -> Result<Vec<u32>, Fault> {
-        let mut encoding =
-            self.tokenizer.encode_fast(text, false).map_err(|error| tokenizer_fault(&error))?;
+        let mut encoding = self
+            .tokenizer
+            .encode_fast(text, false)
+            .map_err(|error| tokenizer_fault(&error))?;
         if add_special && let Some(post) = &self.post_processor {
-            encoding =
-                post.process(encoding, None, true).map_err(|error| tokenizer_fault(&error))?;
+            encoding = post
+                .process(encoding, None, true)
+                .map_err(|error| tokenizer_fault(&error))?;
         }
         Ok(encoding.get_ids().to_vec())
     }
 
     /// Ids of `text` with the byte at which each begins, nothing added.
     pub(super) fn ids_and_starts(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>), Fault> {
-        let encoding =
-            self.tokenizer.encode(text, false).map_err(|error| tokenizer_fault(&error))?;
-        let starts = encoding.get_offsets().iter().map(|offsets| offsets.0).collect();
+        let encoding = self
+            .tokenizer
+            .encode(text, false)
+            .map_err(|error| tokenizer_fault(&error))?;
+        let starts = encoding
+            .get_offsets()
+            .iter()
+            .map(|offsets| offsets.0)
+            .collect();
         Ok((encoding.get_ids().to_vec(), starts))
     }
 
     /// The ids that the model expects before any text.
     pub(super) fn leading_ids(&self) -> Result<Vec<u32>, Fault> {
         let (whole, plain) = (self.ids_of("a", true)?, self.ids_of("a", false)?);
-        let at = (0..whole.len()).find(|&at| whole[at..].starts_with(&plain)).unwrap_or(0);
+        let at = (0..whole.len())
+            .find(|&at| whole[at..].starts_with(&plain))
+            .unwrap_or(0);
         Ok(whole[..at].to_vec())
     }
 
@@ -255,8 +286,10 @@ impl TextTokenizer {
         if seams.is_empty() {
             return Ok(None);
         }
-        let proven =
-            seams.par_iter().map(|&at| self.seam_holds(text, at)).collect::<Result<Vec<_>, _>>()?;
+        let proven = seams
+            .par_iter()
+            .map(|&at| self.seam_holds(text, at))
+            .collect::<Result<Vec<_>, _>>()?;
         if !proven.into_iter().all(|holds| holds) {
             return Ok(None);
         }
@@ -302,15 +335,25 @@ fn seams(text: &str) -> Vec<usize> {
 }
 
 fn tokenizer_fault(error: &tokenizers::Error) -> Fault {
-    Fault::new("a text that the tokenizer takes", printable(&error.to_string()), "correct the text")
+    Fault::new(
+        "a text that the tokenizer takes",
+        printable(&error.to_string()),
+        "correct the text",
+    )
 }
 
 /// `bos_token` and the like, as (name, text): a text, or an object with `content`.
 fn special_tokens(config: &Value) -> Vec<(String, String)> {
     let mut found = Vec::new();
-    for name in
-        ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"]
-    {
+    for name in [
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+    ] {
         let value = config.get(name);
         let text =
             value.and_then(|value| value.as_str().or_else(|| value.get("content")?.as_str()));
@@ -354,7 +397,9 @@ fn read_capped(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(Error::io("open", path, error)),
     };
-    let metadata = file.metadata().map_err(|error| Error::io("read", path, error))?;
+    let metadata = file
+        .metadata()
+        .map_err(|error| Error::io("read", path, error))?;
     let mut bytes = Vec::new();
     if metadata.is_file() {
         file.take(bytes_max + 1)
