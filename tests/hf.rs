@@ -791,7 +791,8 @@ fn bad_lengths_are_refused_before_memory_is_taken() {
 #[test]
 fn valid_headers_are_read() {
     let header = r#"{"b":{"dtype":"BF16","shape":[2],"data_offsets":[4,8]},"s":{"shape":[],
-        "data_offsets":[0,4],"dtype":"F32"},"e":{"dtype":"F32","shape":[0,7],"data_offsets":[4,4]}}   "#;
+        "data_offsets":[0,4],"dtype":"F32"},
+        "e":{"dtype":"F32","shape":[0,7],"data_offsets":[4,4]}}   "#;
     let file = open_bytes(&safetensors(header, 8)).unwrap();
     assert_eq!(
         file.tensor("b").unwrap().offset,
