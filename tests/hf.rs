@@ -45,7 +45,9 @@ fn spec_of(config: &Value) -> ModelSpec {
 }
 
 fn error_of(text: &str) -> String {
-    ModelSpec::from_config_json(text, "c").unwrap_err().to_string()
+    ModelSpec::from_config_json(text, "c")
+        .unwrap_err()
+        .to_string()
 }
 
 #[track_caller]
@@ -74,7 +76,10 @@ fn real_models_have_their_published_parameter_counts() {
     }
     assert_eq!(fixture("mistral-7b-v0.1.json").windows, [Some(4096); 32]);
     assert_eq!(fixture("qwen2.5-7b.json").windows, [None; 28]);
-    assert_eq!(fixture("llama-3.1-8b.json").eos_token_ids, [128001, 128008, 128009]);
+    assert_eq!(
+        fixture("llama-3.1-8b.json").eos_token_ids,
+        [128001, 128008, 128009]
+    );
     assert!(fixture("qwen3-0.6b.json").tied && fixture("qwen3-0.6b.json").qk_norm);
     assert!(fixture("qwen2.5-7b.json").qkv_bias && !fixture("qwen2.5-7b.json").output_bias);
 }
@@ -97,22 +102,41 @@ fn configurations_are_read_as_transformers_reads_them() {
         assert_eq!(json!(spec.kv_heads), golden["kv_heads"], "{config}");
         assert_eq!(json!(windows), golden["windows"], "{config}");
         assert_eq!(json!(spec.tied), golden["tied"], "{config}");
-        assert_eq!(json!(spec.max_positions), golden["max_positions"], "{config}");
+        assert_eq!(
+            json!(spec.max_positions),
+            golden["max_positions"],
+            "{config}"
+        );
         assert_eq!(json!(spec.bos_token_id), golden["bos"], "{config}");
         assert_eq!(eos, golden["eos"], "{config}");
-        assert_eq!(json!(spec.output_bias), golden["attention_bias"], "{config}");
-        assert_eq!(spec.rms_eps, golden["eps"].as_f64().unwrap() as f32, "{config}");
+        assert_eq!(
+            json!(spec.output_bias),
+            golden["attention_bias"],
+            "{config}"
+        );
+        assert_eq!(
+            spec.rms_eps,
+            golden["eps"].as_f64().unwrap() as f32,
+            "{config}"
+        );
         let range = golden["initializer_range"].as_f64().unwrap() as f32;
         assert_eq!(spec.initializer_range, range, "{config}");
 
         let (frequencies, scale) = spec.rope.inverse_frequencies(spec.head_dim);
-        assert_eq!(scale, golden["attention_scaling"].as_f64().unwrap() as f32, "{config}");
+        assert_eq!(
+            scale,
+            golden["attention_scaling"].as_f64().unwrap() as f32,
+            "{config}"
+        );
         let expected = golden["inv_freq_bits"].as_array().unwrap();
         assert_eq!(frequencies.len(), expected.len(), "{config}");
         for (index, (got, bits)) in frequencies.iter().zip(expected).enumerate() {
             let expected = f32::from_bits(bits.as_u64().unwrap() as u32);
             let error = (f64::from(*got) / f64::from(expected) - 1.0).abs();
-            assert!(error < 3e-7, "{config}: frequency {index}: {got:e} for {expected:e}");
+            assert!(
+                error < 3e-7,
+                "{config}: frequency {index}: {got:e} for {expected:e}"
+            );
             worst = worst.max(error);
             equal += u32::from(*got == expected);
             total += 1;
@@ -133,78 +157,213 @@ fn with(key: &str, raw: &str) -> String {
 #[test]
 fn absurd_configurations_are_refused_by_key_range_and_value() {
     let table: &[(&str, &str, &[&str])] = &[
-        ("hidden_size", "1099511627776", &["c: hidden_size", "1 to 1048576", "1099511627776"]),
+        (
+            "hidden_size",
+            "1099511627776",
+            &["c: hidden_size", "1 to 1048576", "1099511627776"],
+        ),
         ("hidden_size", "0", &["hidden_size", "got 0"]),
         ("hidden_size", "-24", &["hidden_size", "got -24"]),
-        ("hidden_size", "\"24\"", &["hidden_size", "an integer", "got \"24\""]),
+        (
+            "hidden_size",
+            "\"24\"",
+            &["hidden_size", "an integer", "got \"24\""],
+        ),
         ("hidden_size", "24.0", &["hidden_size", "got 24.0"]),
         ("hidden_size", "null", &["hidden_size", "got nothing"]),
         ("hidden_size", "[24]", &["hidden_size", "got a list [24]"]),
-        ("hidden_size", "25", &["hidden_size", "a multiple of num_attention_heads (3)", "25"]),
+        (
+            "hidden_size",
+            "25",
+            &["hidden_size", "a multiple of num_attention_heads (3)", "25"],
+        ),
         ("hidden_size", "1e999", &["JSON", "number out of range"]),
-        ("hidden_size", "3", &["head_dim", "an even number from 2 to 1024", "got 1"]),
-        ("num_hidden_layers", "2147483648", &["num_hidden_layers", "1 to 4096", "2147483648"]),
+        (
+            "hidden_size",
+            "3",
+            &["head_dim", "an even number from 2 to 1024", "got 1"],
+        ),
+        (
+            "num_hidden_layers",
+            "2147483648",
+            &["num_hidden_layers", "1 to 4096", "2147483648"],
+        ),
         ("num_hidden_layers", "0", &["num_hidden_layers", "got 0"]),
-        ("num_attention_heads", "0", &["num_attention_heads", "1 to 16384", "got 0"]),
-        ("num_attention_heads", "true", &["num_attention_heads", "got true"]),
-        ("num_key_value_heads", "2", &["num_key_value_heads", "a divisor of", "(3)", "got 2"]),
-        ("num_key_value_heads", "0", &["num_key_value_heads", "got 0"]),
+        (
+            "num_attention_heads",
+            "0",
+            &["num_attention_heads", "1 to 16384", "got 0"],
+        ),
+        (
+            "num_attention_heads",
+            "true",
+            &["num_attention_heads", "got true"],
+        ),
+        (
+            "num_key_value_heads",
+            "2",
+            &["num_key_value_heads", "a divisor of", "(3)", "got 2"],
+        ),
+        (
+            "num_key_value_heads",
+            "0",
+            &["num_key_value_heads", "got 0"],
+        ),
         ("head_dim", "7", &["head_dim", "an even number", "got 7"]),
         ("head_dim", "-8", &["head_dim", "got -8"]),
         ("head_dim", "0", &["head_dim", "got 0"]),
         ("vocab_size", "0", &["vocab_size", "got 0"]),
-        ("vocab_size", "18446744073709551616", &["vocab_size", "1 to 16777216"]),
-        ("intermediate_size", "{}", &["intermediate_size", "got an object {}"]),
-        ("max_position_embeddings", "0", &["max_position_embeddings", "got 0"]),
+        (
+            "vocab_size",
+            "18446744073709551616",
+            &["vocab_size", "1 to 16777216"],
+        ),
+        (
+            "intermediate_size",
+            "{}",
+            &["intermediate_size", "got an object {}"],
+        ),
+        (
+            "max_position_embeddings",
+            "0",
+            &["max_position_embeddings", "got 0"],
+        ),
         ("rope_theta", "NaN", &["JSON", "line 1 column"]),
-        ("rope_theta", "-10000.0", &["rope_theta", "a number from", "-10000.0"]),
+        (
+            "rope_theta",
+            "-10000.0",
+            &["rope_theta", "a number from", "-10000.0"],
+        ),
         ("rope_theta", "1.0", &["rope_theta", "got 1.0"]),
         ("rope_theta", "\"1e4\"", &["rope_theta", "got \"1e4\""]),
-        ("rope_theta", "{\"__float__\":\"NaN\"}", &["rope_theta", "got an object"]),
+        (
+            "rope_theta",
+            "{\"__float__\":\"NaN\"}",
+            &["rope_theta", "got an object"],
+        ),
         ("rms_norm_eps", "-1e-5", &["rms_norm_eps", "got -0.00001"]),
         ("rms_norm_eps", "0", &["rms_norm_eps", "got 0"]),
         ("rms_norm_eps", "1e-60", &["rms_norm_eps", "1e-60"]),
         ("rms_norm_eps", "Infinity", &["JSON"]),
-        ("initializer_range", "2", &["initializer_range", "0.0 to 1.0", "got 2"]),
-        ("tie_word_embeddings", "1", &["tie_word_embeddings", "true or false", "got 1"]),
+        (
+            "initializer_range",
+            "2",
+            &["initializer_range", "0.0 to 1.0", "got 2"],
+        ),
+        (
+            "tie_word_embeddings",
+            "1",
+            &["tie_word_embeddings", "true or false", "got 1"],
+        ),
         ("eos_token_id", "-1", &["eos_token_id", "got -1"]),
         ("eos_token_id", "[1, \"2\"]", &["eos_token_id", "got \"2\""]),
-        ("bos_token_id", "4294967295", &["bos_token_id", "4294967295"]),
-        ("model_type", "\"gpt2\"", &["architecture", "gpt2", "llama, qwen2, qwen3, mistral"]),
+        (
+            "bos_token_id",
+            "4294967295",
+            &["bos_token_id", "4294967295"],
+        ),
+        (
+            "model_type",
+            "\"gpt2\"",
+            &["architecture", "gpt2", "llama, qwen2, qwen3, mistral"],
+        ),
         ("model_type", "\"\\u001b[31m\"", &["\\u{1b}[31m"]),
         ("model_type", "7", &["model_type", "a string", "got 7"]),
         ("model_type", "null", &["model_type", "got nothing"]),
-        ("architectures", "[\"LlamaForSequenceClassification\"]", &["architecture", "LlamaForC"]),
-        ("hidden_act", "\"gelu\"", &["hidden_act", "gelu", "supported: silu"]),
+        (
+            "architectures",
+            "[\"LlamaForSequenceClassification\"]",
+            &["architecture", "LlamaForC"],
+        ),
+        (
+            "hidden_act",
+            "\"gelu\"",
+            &["hidden_act", "gelu", "supported: silu"],
+        ),
         ("mlp_bias", "true", &["mlp_bias", "not supported"]),
-        ("attention_bias", "\"yes\"", &["attention_bias", "true or false"]),
-        ("quantization_config", "{\"bits\":4}", &["quantization_config", "{\"bits\":4}"]),
-        ("partial_rotary_factor", "0.5", &["partial_rotary_factor", "0.5"]),
-        ("rope_scaling", "7", &["rope_scaling", "an object or null", "got 7"]),
-        ("rope_scaling", "{\"factor\":2}", &["rope_scaling.rope_type", "yarn", "nothing"]),
+        (
+            "attention_bias",
+            "\"yes\"",
+            &["attention_bias", "true or false"],
+        ),
+        (
+            "quantization_config",
+            "{\"bits\":4}",
+            &["quantization_config", "{\"bits\":4}"],
+        ),
+        (
+            "partial_rotary_factor",
+            "0.5",
+            &["partial_rotary_factor", "0.5"],
+        ),
+        (
+            "rope_scaling",
+            "7",
+            &["rope_scaling", "an object or null", "got 7"],
+        ),
+        (
+            "rope_scaling",
+            "{\"factor\":2}",
+            &["rope_scaling.rope_type", "yarn", "nothing"],
+        ),
         (
             "rope_scaling",
             "{\"type\":\"dynamic\",\"factor\":2}",
             &["rope type", "\"dynamic\"", "yarn"],
         ),
-        ("rope_scaling", "{\"rope_type\":\"longrope\"}", &["longrope", "default, linear, llama3"]),
-        ("rope_scaling", "{\"type\":\"linear\"}", &["rope_scaling.factor", "got nothing"]),
-        ("rope_scaling", "{\"type\":\"linear\",\"factor\":-1}", &["rope_scaling.factor", "-1"]),
-        ("rope_scaling", "{\"type\":\"yarn\"}", &["rope_scaling.factor", "got nothing"]),
-        ("rope_parameters", "{\"rope_type\":[1]}", &["rope_parameters.rope_type", "a list [1]"]),
-        ("rope_parameters", "{\"full_attention\":{}}", &["rope_parameters.rope_type"]),
+        (
+            "rope_scaling",
+            "{\"rope_type\":\"longrope\"}",
+            &["longrope", "default, linear, llama3"],
+        ),
+        (
+            "rope_scaling",
+            "{\"type\":\"linear\"}",
+            &["rope_scaling.factor", "got nothing"],
+        ),
+        (
+            "rope_scaling",
+            "{\"type\":\"linear\",\"factor\":-1}",
+            &["rope_scaling.factor", "-1"],
+        ),
+        (
+            "rope_scaling",
+            "{\"type\":\"yarn\"}",
+            &["rope_scaling.factor", "got nothing"],
+        ),
+        (
+            "rope_parameters",
+            "{\"rope_type\":[1]}",
+            &["rope_parameters.rope_type", "a list [1]"],
+        ),
+        (
+            "rope_parameters",
+            "{\"full_attention\":{}}",
+            &["rope_parameters.rope_type"],
+        ),
         (
             "rope_scaling",
             "{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_factor\":4}",
-            &["rope_scaling.high_freq_factor", "more than low_freq_factor (4)"],
+            &[
+                "rope_scaling.high_freq_factor",
+                "more than low_freq_factor (4)",
+            ],
         ),
         (
             "rope_scaling",
             "{\"rope_type\":\"yarn\",\"factor\":8,\"beta_fast\":1,\"beta_slow\":2}",
             &["rope_scaling.beta_fast", "at least beta_slow (2)"],
         ),
-        ("layer_types", "[\"full_attention\"]", &["layer_types", "(2) entries", "got 1"]),
-        ("layer_types", "[\"conv\",\"conv\"]", &["layer type", "layer_types[0] \"conv\""]),
+        (
+            "layer_types",
+            "[\"full_attention\"]",
+            &["layer_types", "(2) entries", "got 1"],
+        ),
+        (
+            "layer_types",
+            "[\"conv\",\"conv\"]",
+            &["layer type", "layer_types[0] \"conv\""],
+        ),
         (
             "layer_types",
             "[\"full_attention\",\"sliding_attention\"]",
@@ -225,9 +384,15 @@ fn malformed_and_oversized_configurations_are_refused() {
     assert_says(&error_of("null"), &["a JSON object", "got null"]);
     let text = with("rope_theta", "1e4");
     let duplicate = format!("{{\"rope_theta\":2e4,{}", &text[1..]);
-    assert_says(&error_of(&duplicate), &["without duplicate keys", "duplicate key \"rope_theta\""]);
     assert_says(
-        &error_of(&with("rope_scaling", "{\"type\":\"linear\",\"factor\":1,\"factor\":2}")),
+        &error_of(&duplicate),
+        &["without duplicate keys", "duplicate key \"rope_theta\""],
+    );
+    assert_says(
+        &error_of(&with(
+            "rope_scaling",
+            "{\"type\":\"linear\",\"factor\":1,\"factor\":2}",
+        )),
         &["duplicate key \"factor\""],
     );
     assert_says(&error_of(&"[".repeat(100_000)), &["recursion limit"]);
@@ -242,7 +407,11 @@ fn malformed_and_oversized_configurations_are_refused() {
     }
     assert_says(
         &error_of(&config.to_string()),
-        &["all dimensions together", "at most 8796093022208 parameters", "got 63050953234841600"],
+        &[
+            "all dimensions together",
+            "at most 8796093022208 parameters",
+            "got 63050953234841600",
+        ],
     );
     config["num_hidden_layers"] = json!(1);
     assert_says(&error_of(&config.to_string()), &["all dimensions together"]);
@@ -254,7 +423,10 @@ fn qwen_windows_without_a_window_are_refused() {
     config["model_type"] = json!("qwen3");
     config["architectures"] = json!(["Qwen3ForCausalLM"]);
     config["layer_types"] = json!(["sliding_attention", "full_attention"]);
-    assert_says(&error_of(&config.to_string()), &["layer_types[0]", "no sliding window"]);
+    assert_says(
+        &error_of(&config.to_string()),
+        &["layer_types[0]", "no sliding window"],
+    );
     config["use_sliding_window"] = json!(true);
     assert_eq!(spec_of(&config).windows, [Some(4096), None]);
 }
@@ -272,7 +444,13 @@ fn written_configurations_read_back_as_the_same_model() {
     for (spec, original) in specs {
         let written = spec.to_config_json(original.as_ref(), "bfloat16");
         assert_eq!(spec_of(&written), spec, "{written}");
-        for spelling in ["torch_dtype", "dtype", "rope_theta", "rope_scaling", "rope_parameters"] {
+        for spelling in [
+            "torch_dtype",
+            "dtype",
+            "rope_theta",
+            "rope_scaling",
+            "rope_parameters",
+        ] {
             assert!(written.get(spelling).is_some(), "{spelling}");
         }
         let mut only_new = written.clone();
@@ -288,7 +466,10 @@ fn written_configurations_read_back_as_the_same_model() {
     }
     let config = tiny_config();
     let written = spec_of(&config).to_config_json(Some(&config), "float32");
-    assert_eq!(written["a_key_of_the_future"], config["a_key_of_the_future"]);
+    assert_eq!(
+        written["a_key_of_the_future"],
+        config["a_key_of_the_future"]
+    );
     assert_eq!(written["rms_norm_eps"].to_string(), "1e-6");
     assert!(spec_of(&config).rope.scaling == RopeScaling::Default);
 }
@@ -321,7 +502,12 @@ fn any_json() -> impl Strategy<Value = Value> {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::Array),
             prop::collection::vec((prop::sample::select(KEYS), inner), 0..6).prop_map(|entries| {
-                Value::Object(entries.into_iter().map(|(k, v)| (k.to_string(), v)).collect())
+                Value::Object(
+                    entries
+                        .into_iter()
+                        .map(|(k, v)| (k.to_string(), v))
+                        .collect(),
+                )
             }),
         ]
     })
@@ -437,7 +623,8 @@ fn bad_headers_are_refused_each_with_its_reason() {
     };
     let entry = |text: &str| format!("{{\"a\":{text}}}");
     let long = format!("{{\"{}\":{}}}", "n".repeat(2000), f32(0, 4));
-    let table: Vec<(String, usize, &[&str])> = vec![
+    let table: Vec<(String, usize, &[&str])> =
+        vec![
         (format!("{{\"a\":{},\"a\":{}}}", f32(0, 4), f32(4, 8)), 8, &["duplicate key a"]),
         (
             entry(r#"{"dtype":"F32","dtype":"F16","shape":[1],"data_offsets":[0,4]}"#),
@@ -519,13 +706,25 @@ fn bad_headers_are_refused_each_with_its_reason() {
 
 #[test]
 fn bad_lengths_are_refused_before_memory_is_taken() {
-    assert_says(&open_bytes(b"").unwrap_err(), &["8 bytes of header length", "0 bytes"]);
+    assert_says(
+        &open_bytes(b"").unwrap_err(),
+        &["8 bytes of header length", "0 bytes"],
+    );
     assert_says(&open_bytes(b"1234567").unwrap_err(), &["a file of 7 bytes"]);
     let with_length = |n: u64| [&n.to_le_bytes()[..], b"{}"].concat();
     let message = open_bytes(&with_length(u64::MAX)).unwrap_err();
-    assert_says(&message, &["at most 100000000 bytes", "18446744073709551615"]);
-    assert_says(&open_bytes(&with_length(100_000_001)).unwrap_err(), &["got 100000001"]);
-    assert_says(&open_bytes(&with_length(3)).unwrap_err(), &["at most 2 bytes, as the file has"]);
+    assert_says(
+        &message,
+        &["at most 100000000 bytes", "18446744073709551615"],
+    );
+    assert_says(
+        &open_bytes(&with_length(100_000_001)).unwrap_err(),
+        &["got 100000001"],
+    );
+    assert_says(
+        &open_bytes(&with_length(3)).unwrap_err(),
+        &["at most 2 bytes, as the file has"],
+    );
     let mut bytes = safetensors("{\"\u{e9}\":1}", 0);
     bytes[10] = 0xff;
     assert_says(&open_bytes(&bytes).unwrap_err(), &["UTF-8", "byte 10"]);
@@ -536,7 +735,10 @@ fn bad_lengths_are_refused_before_memory_is_taken() {
     }
     header.pop();
     header.push('}');
-    assert_says(&open_bytes(&safetensors(&header, 0)).unwrap_err(), &["more than 131072 tensors"]);
+    assert_says(
+        &open_bytes(&safetensors(&header, 0)).unwrap_err(),
+        &["more than 131072 tensors"],
+    );
 }
 
 #[test]
@@ -545,7 +747,10 @@ fn valid_headers_are_read() {
         "data_offsets":[0,4],"dtype":"F32"},
         "e":{"dtype":"F32","shape":[0,7],"data_offsets":[4,4]}}   "#;
     let file = open_bytes(&safetensors(header, 8)).unwrap();
-    assert_eq!(file.tensor("b").unwrap().offset, 8 + header.len() as u64 + 4);
+    assert_eq!(
+        file.tensor("b").unwrap().offset,
+        8 + header.len() as u64 + 4
+    );
     assert_eq!(file.tensor("e").unwrap().bytes, 0);
     assert_eq!(file.names().count(), 3);
     assert!(open_bytes(&safetensors("{}", 0)).is_ok());
@@ -564,8 +769,12 @@ impl Model {
         let dir = tempfile::tempdir().unwrap();
         let spec = spec_of(config);
         let source = WeightSource::random(&spec, 5);
-        let options =
-            ExportOptions { dir: dir.path().join("model"), dtype, shard_bytes, overwrite: false };
+        let options = ExportOptions {
+            dir: dir.path().join("model"),
+            dtype,
+            shard_bytes,
+            overwrite: false,
+        };
         let mut read =
             |layout: &TileLayout, range, out: &mut [f32]| source.fill(layout, range, out);
         export(&options, &spec, Some(config), None, &mut read).unwrap();
@@ -577,7 +786,9 @@ impl Model {
     }
 
     fn error(&self) -> String {
-        WeightSource::open(&self.path(), &self.spec).unwrap_err().to_string()
+        WeightSource::open(&self.path(), &self.spec)
+            .unwrap_err()
+            .to_string()
     }
 
     /// Rewrites the header of the single file; tensors may be added with their bytes.
@@ -611,7 +822,9 @@ fn append(
 
 fn tile(source: &WeightSource, layout: &TileLayout) -> Vec<u32> {
     let mut values = vec![f32::NAN; layout.elements as usize];
-    source.fill(layout, 0..layout.elements, &mut values).unwrap();
+    source
+        .fill(layout, 0..layout.elements, &mut values)
+        .unwrap();
     values.into_iter().map(f32::to_bits).collect()
 }
 
@@ -632,7 +845,10 @@ fn export_then_import_is_the_identity() {
         let random = WeightSource::random(&model.spec, 5);
         let (spec, original) = read_config(&model.path()).unwrap();
         assert_eq!(spec, model.spec);
-        assert_eq!(original["a_key_of_the_future"], config["a_key_of_the_future"]);
+        assert_eq!(
+            original["a_key_of_the_future"],
+            config["a_key_of_the_future"]
+        );
         let source = WeightSource::open(&model.path(), &spec).unwrap();
         assert!(source.notes().is_empty());
         for layout in spec.tile_layouts() {
@@ -647,7 +863,13 @@ fn export_then_import_is_the_identity() {
         }
         let count = fs::read_dir(model.path())
             .unwrap()
-            .filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().ends_with(".safetensors"))
+            .filter(|e| {
+                e.as_ref()
+                    .unwrap()
+                    .file_name()
+                    .to_string_lossy()
+                    .ends_with(".safetensors")
+            })
             .count();
         assert_eq!(count, shards, "{shard_bytes}");
         let left: Vec<_> = fs::read_dir(model.dir.path()).unwrap().collect();
@@ -659,14 +881,22 @@ fn export_then_import_is_the_identity() {
 /// What was imported exports to the same bytes.
 fn again(model: &Model, source: &WeightSource, dtype: ExportDtype, shard_bytes: u64) {
     let dir = model.dir.path().join("again");
-    let options = ExportOptions { dir: dir.clone(), dtype, shard_bytes, overwrite: false };
+    let options = ExportOptions {
+        dir: dir.clone(),
+        dtype,
+        shard_bytes,
+        overwrite: false,
+    };
     let (spec, original) = read_config(&model.path()).unwrap();
     let mut read = |layout: &TileLayout, range, out: &mut [f32]| source.fill(layout, range, out);
     let from = model.path();
     let report = export(&options, &spec, Some(&original), Some(&from), &mut read).unwrap();
     assert_eq!(report.parameters, spec.parameters());
     assert_eq!(report.tensor_bytes, spec.parameters() * dtype.bytes());
-    let mut names: Vec<_> = fs::read_dir(&from).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let mut names: Vec<_> = fs::read_dir(&from)
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
     names.sort();
     let mut files: Vec<_> = report.files.iter().map(std::ffi::OsString::from).collect();
     files.sort();
@@ -684,9 +914,14 @@ fn files_have_the_form_that_others_read() {
     let model = Model::new(&tiny_config(), ExportDtype::Bf16, 4_000);
     let index = fs::read_to_string(model.path().join("model.safetensors.index.json")).unwrap();
     let index: Value = serde_json::from_str(&index).unwrap();
-    assert_eq!(index["metadata"]["total_size"], json!(model.spec.parameters() * 2));
+    assert_eq!(
+        index["metadata"]["total_size"],
+        json!(model.spec.parameters() * 2)
+    );
     let map = index["weight_map"].as_object().unwrap();
-    let names: usize = (0..4).map(|layer| model.spec.layer_tensors(layer).len()).sum();
+    let names: usize = (0..4)
+        .map(|layer| model.spec.layer_tensors(layer).len())
+        .sum();
     assert_eq!(map.len(), names);
     let first = map["model.embed_tokens.weight"].as_str().unwrap();
     assert!(first.starts_with("model-00001-of-0000") && first.ends_with(".safetensors"));
@@ -705,8 +940,10 @@ fn files_have_the_form_that_others_read() {
 fn f16_and_any_range_are_filled_exactly() {
     let model = Model::new(&tiny_config(), ExportDtype::F32, u64::MAX);
     let values: Vec<f32> = (0..24).map(|i| (i as f32 - 12.0) * 0.37).collect();
-    let halves: Vec<u8> =
-        values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect();
+    let halves: Vec<u8> = values
+        .iter()
+        .flat_map(|v| half::f16::from_f32(*v).to_le_bytes())
+        .collect();
     model.edit(|header, tensors| {
         // The final norm is the last tensor of the file.
         tensors.truncate(tensors.len() - 24 * 4);
@@ -720,7 +957,10 @@ fn f16_and_any_range_are_filled_exactly() {
         let expected = half::f16::from_f32(*value).to_f32();
         assert_eq!(f32::from_bits(whole[norm + index]), expected);
     }
-    assert!(whole[norm + 24..].iter().all(|bits| *bits == 0), "padding is zero");
+    assert!(
+        whole[norm + 24..].iter().all(|bits| *bits == 0),
+        "padding is zero"
+    );
     let block = model.spec.tile_layout(1);
     let whole = tile(&source, &block);
     for start in (0..block.elements).step_by(61) {
@@ -737,25 +977,41 @@ fn tensors_that_are_not_the_models_are_refused() {
     let model = || Model::new(&tiny_config(), ExportDtype::F32, u64::MAX);
     let other = model();
     other.edit(|header, _| {
-        let entry = header.as_object_mut().unwrap().shift_remove("model.norm.weight").unwrap();
+        let entry = header
+            .as_object_mut()
+            .unwrap()
+            .shift_remove("model.norm.weight")
+            .unwrap();
         header["model.other"] = entry;
     });
-    assert_says(&other.error(), &["tensor model.norm.weight", "shape [24]", "no such tensor"]);
+    assert_says(
+        &other.error(),
+        &["tensor model.norm.weight", "shape [24]", "no such tensor"],
+    );
     let other = model();
     other.edit(|header, _| header["lm_head.weight"]["shape"] = json!([24, 50]));
-    assert_says(&other.error(), &["tensor lm_head.weight", "shape [50, 24]", "got [24, 50]"]);
+    assert_says(
+        &other.error(),
+        &["tensor lm_head.weight", "shape [50, 24]", "got [24, 50]"],
+    );
     let other = model();
     other.edit(|header, _| {
         header["model.norm.weight"]["dtype"] = json!("I32");
     });
-    assert_says(&other.error(), &["tensor model.norm.weight", "BF16, F16 or F32", "got I32"]);
+    assert_says(
+        &other.error(),
+        &["tensor model.norm.weight", "BF16, F16 or F32", "got I32"],
+    );
     let other = model();
     other.edit(|header, tensors| {
         for name in ["../../etc/x", "/abs", "b\u{0}", "c", "d", "e"] {
             append(header, tensors, name, "U8", &[1], b"x");
         }
     });
-    assert_says(&other.error(), &["6 more: ../../etc/x, /abs, b\\u{0}, c, d;"]);
+    assert_says(
+        &other.error(),
+        &["6 more: ../../etc/x, /abs, b\\u{0}, c, d;"],
+    );
     let other = model();
     other.edit(|header, tensors| {
         let name = "model.layers.0.self_attn.rotary_emb.inv_freq";
@@ -763,8 +1019,16 @@ fn tensors_that_are_not_the_models_are_refused() {
     });
     WeightSource::open(&other.path(), &other.spec).unwrap();
     let empty = tempfile::tempdir().unwrap();
-    let message = WeightSource::open(empty.path(), &other.spec).unwrap_err().to_string();
-    assert_says(&message, &["model.safetensors or model.safetensors.index.json", "got neither"]);
+    let message = WeightSource::open(empty.path(), &other.spec)
+        .unwrap_err()
+        .to_string();
+    assert_says(
+        &message,
+        &[
+            "model.safetensors or model.safetensors.index.json",
+            "got neither",
+        ],
+    );
 }
 
 #[test]
@@ -777,9 +1041,16 @@ fn a_tied_head_must_equal_the_embedding() {
         append(header, tensors, "lm_head.weight", "F32", &[50, 24], &embed);
     });
     let source = WeightSource::open(&model.path(), &model.spec).unwrap();
-    assert!(source.notes()[0].contains("lm_head.weight"), "{:?}", source.notes());
+    assert!(
+        source.notes()[0].contains("lm_head.weight"),
+        "{:?}",
+        source.notes()
+    );
     model.edit(|_, tensors| *tensors.last_mut().unwrap() ^= 1);
-    assert_says(&model.error(), &["lm_head.weight", "got other values", "tie_word_embeddings"]);
+    assert_says(
+        &model.error(),
+        &["lm_head.weight", "got other values", "tie_word_embeddings"],
+    );
     let model = Model::new(&config, ExportDtype::F32, u64::MAX);
     model.edit(|header, tensors| {
         append(header, tensors, "lm_head.weight", "BF16", &[1], b"12");
@@ -812,30 +1083,61 @@ fn an_index_may_name_only_files_beside_it() {
         ".hidden.safetensors",
     ] {
         set(name);
-        assert_says(&model.error(), &["weight_map", "a file name of letters", "without a path"]);
+        assert_says(
+            &model.error(),
+            &["weight_map", "a file name of letters", "without a path"],
+        );
     }
     set("model.bin");
     assert_says(&model.error(), &["ends in .safetensors", "got model.bin"]);
     set("absent.safetensors");
-    assert_says(&model.error(), &["open", "absent.safetensors", "No such file"]);
+    assert_says(
+        &model.error(),
+        &["open", "absent.safetensors", "No such file"],
+    );
 
     let outside = model.dir.path().join("outside.safetensors");
     fs::copy(model.path().join(norm.as_str().unwrap()), &outside).unwrap();
     symlink(&outside, model.path().join("link.safetensors")).unwrap();
     set("link.safetensors");
-    assert_says(&model.error(), &["a regular file within", "got a link to", "outside.safetensors"]);
+    assert_says(
+        &model.error(),
+        &[
+            "a regular file within",
+            "got a link to",
+            "outside.safetensors",
+        ],
+    );
     symlink("/dev/zero", model.path().join("zero.safetensors")).unwrap();
     set("zero.safetensors");
     assert_says(&model.error(), &["a regular file within", "/dev/zero"]);
     fs::create_dir(model.path().join("dir.safetensors")).unwrap();
     set("dir.safetensors");
-    assert_says(&model.error(), &["a regular file within", "got something else"]);
+    assert_says(
+        &model.error(),
+        &["a regular file within", "got something else"],
+    );
     let pipe = model.path().join("pipe.safetensors");
-    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    assert!(
+        std::process::Command::new("mkfifo")
+            .arg(&pipe)
+            .status()
+            .unwrap()
+            .success()
+    );
     set("pipe.safetensors");
-    assert_says(&model.error(), &["a regular file within", "got something else"]);
-    symlink(norm.as_str().unwrap(), model.path().join("inside.safetensors")).unwrap();
-    let inside = index.to_string().replace(norm.as_str().unwrap(), "inside.safetensors");
+    assert_says(
+        &model.error(),
+        &["a regular file within", "got something else"],
+    );
+    symlink(
+        norm.as_str().unwrap(),
+        model.path().join("inside.safetensors"),
+    )
+    .unwrap();
+    let inside = index
+        .to_string()
+        .replace(norm.as_str().unwrap(), "inside.safetensors");
     write(&inside);
     WeightSource::open(&model.path(), &model.spec).unwrap();
 }
@@ -850,18 +1152,33 @@ fn an_index_must_agree_with_its_shards() {
     let mut changed = index.clone();
     changed["weight_map"]["no.such\u{7}"] = index["weight_map"]["model.norm.weight"].clone();
     write(&changed.to_string());
-    assert_says(&model.error(), &["tensor no.such\\u{7}", "no such tensor in model-0000"]);
+    assert_says(
+        &model.error(),
+        &["tensor no.such\\u{7}", "no such tensor in model-0000"],
+    );
     let mut changed = index.clone();
     changed["weight_map"]["model.norm.weight"] =
         index["weight_map"]["model.embed_tokens.weight"].clone();
     write(&changed.to_string());
-    assert_says(&model.error(), &["tensor model.norm.weight", "no such tensor in model-00001"]);
+    assert_says(
+        &model.error(),
+        &["tensor model.norm.weight", "no such tensor in model-00001"],
+    );
     let mut changed = index.clone();
-    changed["weight_map"].as_object_mut().unwrap().shift_remove("lm_head.weight");
+    changed["weight_map"]
+        .as_object_mut()
+        .unwrap()
+        .shift_remove("lm_head.weight");
     write(&changed.to_string());
-    assert_says(&model.error(), &["tensor lm_head.weight", "which has it", "got nothing"]);
-    let twice =
-        text.replacen("\"weight_map\": {", "\"weight_map\": {\"lm_head.weight\": \"x\",", 1);
+    assert_says(
+        &model.error(),
+        &["tensor lm_head.weight", "which has it", "got nothing"],
+    );
+    let twice = text.replacen(
+        "\"weight_map\": {",
+        "\"weight_map\": {\"lm_head.weight\": \"x\",",
+        1,
+    );
     write(&twice);
     assert_says(&model.error(), &["duplicate key lm_head.weight"]);
     write("{\"weight_map\":{},\"weight_map\":{}}");
@@ -882,7 +1199,11 @@ fn a_cache_snapshot_may_link_to_its_blobs() {
     fs::create_dir_all(&snapshot).unwrap();
     fs::create_dir(root.path().join("blobs")).unwrap();
     for (name, blob) in [("config.json", "1"), ("model.safetensors", "2")] {
-        fs::copy(model.path().join(name), root.path().join("blobs").join(blob)).unwrap();
+        fs::copy(
+            model.path().join(name),
+            root.path().join("blobs").join(blob),
+        )
+        .unwrap();
         symlink(format!("../../blobs/{blob}"), snapshot.join(name)).unwrap();
     }
     let (spec, _) = read_config(&snapshot).unwrap();
@@ -890,7 +1211,10 @@ fn a_cache_snapshot_may_link_to_its_blobs() {
     fs::rename(root.path().join("blobs"), root.path().join("other")).unwrap();
     fs::remove_file(snapshot.join("config.json")).unwrap();
     symlink("../../other/1", snapshot.join("config.json")).unwrap();
-    assert_says(&read_config(&snapshot).unwrap_err().to_string(), &["got a link to"]);
+    assert_says(
+        &read_config(&snapshot).unwrap_err().to_string(),
+        &["got a link to"],
+    );
 }
 
 // -- export --------------------------------------------------------------------------------------
@@ -919,31 +1243,59 @@ fn an_export_never_takes_the_place_of_what_is_not_one() {
     let dir = root.path().join("out");
     export_random(&options(&dir, false), None).unwrap();
     let message = export_random(&options(&dir, false), None).unwrap_err();
-    assert_says(&message, &["export: ", "a new directory", "one that is there", "overwrite"]);
+    assert_says(
+        &message,
+        &[
+            "export: ",
+            "a new directory",
+            "one that is there",
+            "overwrite",
+        ],
+    );
     export_random(&options(&dir, true), None).unwrap();
     let message = export_random(&options(&dir, true), Some(&dir)).unwrap_err();
-    assert_says(&message, &["another directory", "the model that is exported from"]);
+    assert_says(
+        &message,
+        &["another directory", "the model that is exported from"],
+    );
     fs::write(dir.join("thesis.tex"), "precious").unwrap();
     let message = export_random(&options(&dir, true), None).unwrap_err();
     assert_says(&message, &["a model's files only", "got thesis.tex"]);
-    assert_eq!(fs::read_to_string(dir.join("thesis.tex")).unwrap(), "precious");
+    assert_eq!(
+        fs::read_to_string(dir.join("thesis.tex")).unwrap(),
+        "precious"
+    );
     let file = root.path().join("file");
     fs::write(&file, "").unwrap();
-    assert_says(&export_random(&options(&file, true), None).unwrap_err(), &["a new directory"]);
+    assert_says(
+        &export_random(&options(&file, true), None).unwrap_err(),
+        &["a new directory"],
+    );
     symlink(&dir, root.path().join("link")).unwrap();
     let link = root.path().join("link");
-    assert_says(&export_random(&options(&link, true), None).unwrap_err(), &["a new directory"]);
+    assert_says(
+        &export_random(&options(&link, true), None).unwrap_err(),
+        &["a new directory"],
+    );
     let deep = root.path().join("a/b");
-    assert_says(&export_random(&options(&deep, true), None).unwrap_err(), &["a parent that is"]);
+    assert_says(
+        &export_random(&options(&deep, true), None).unwrap_err(),
+        &["a parent that is"],
+    );
     for dir in ["/", "..", ""] {
         let message = export_random(&options(Path::new(dir), true), None).unwrap_err();
         assert_says(&message, &["a path that ends in a directory's name"]);
     }
     let mut none = options(&root.path().join("new"), false);
     none.shard_bytes = 0;
-    assert_says(&export_random(&none, None).unwrap_err(), &["shard bytes", "got 0"]);
-    let mut names: Vec<_> =
-        fs::read_dir(root.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_says(
+        &export_random(&none, None).unwrap_err(),
+        &["shard bytes", "got 0"],
+    );
+    let mut names: Vec<_> = fs::read_dir(root.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
     names.sort();
     assert_eq!(names, ["file", "link", "out"]);
 }
@@ -960,13 +1312,19 @@ fn a_failed_export_leaves_nothing_and_the_old_one_whole() {
         let mut read = |_: &TileLayout, _: std::ops::Range<u64>, _: &mut [f32]| {
             calls += 1;
             match calls > fail_at {
-                true => Err(terrace::Error::StoreFailed { first: "the disk".to_string() }),
+                true => Err(terrace::Error::StoreFailed {
+                    first: "the disk".to_string(),
+                }),
                 false => Ok(()),
             }
         };
         let error = export(&options(&dir, true), &spec, None, None, &mut read).unwrap_err();
         assert_says(&error.to_string(), &["the disk"]);
-        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1, "only the old export");
+        assert_eq!(
+            fs::read_dir(root.path()).unwrap().count(),
+            1,
+            "only the old export"
+        );
         assert_eq!(fs::read(dir.join("config.json")).unwrap(), before);
     }
     let panicked = std::panic::catch_unwind(|| {
@@ -974,7 +1332,11 @@ fn a_failed_export_leaves_nothing_and_the_old_one_whole() {
         let _ = export(&options(&dir, true), &spec, None, None, &mut read);
     });
     assert!(panicked.is_err());
-    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1, "only the old export");
+    assert_eq!(
+        fs::read_dir(root.path()).unwrap().count(),
+        1,
+        "only the old export"
+    );
 }
 
 #[test]
@@ -982,19 +1344,32 @@ fn the_models_own_files_are_copied_and_links_out_refused() {
     let root = tempfile::tempdir().unwrap();
     let source = root.path().join("source");
     fs::create_dir(&source).unwrap();
-    for name in ["tokenizer.json", "chat_template.jinja", "generation_config.json", "LICENSE"] {
+    for name in [
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "LICENSE",
+    ] {
         fs::write(source.join(name), name).unwrap();
     }
     fs::write(source.join("pytorch_model.bin"), "no").unwrap();
     let dir = root.path().join("out");
     export_random(&options(&dir, false), Some(&source)).unwrap();
-    for name in ["tokenizer.json", "chat_template.jinja", "generation_config.json", "LICENSE"] {
+    for name in [
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "LICENSE",
+    ] {
         assert_eq!(fs::read_to_string(dir.join(name)).unwrap(), name);
     }
     assert!(!dir.join("pytorch_model.bin").exists());
     symlink("/etc/passwd", source.join("vocab.json")).unwrap();
     let message = export_random(&options(&dir, true), Some(&source)).unwrap_err();
-    assert_says(&message, &["vocab.json", "a regular file within", "/etc/passwd"]);
+    assert_says(
+        &message,
+        &["vocab.json", "a regular file within", "/etc/passwd"],
+    );
 }
 
 #[test]
@@ -1015,9 +1390,16 @@ fn tiles_of_several_extents_are_read_once_and_in_order() {
     wide.shard_bytes = u64::MAX;
     export(&wide, &spec, None, None, &mut read).unwrap();
     let e = EXTENT_ELEMENTS;
-    assert_eq!(ranges[..3], [(0, 0..e), (0, e..2 * e), (0, 2 * e..2_400_000)]);
+    assert_eq!(
+        ranges[..3],
+        [(0, 0..e), (0, e..2 * e), (0, 2 * e..2_400_000)]
+    );
     let opened = WeightSource::open(&dir, &spec).unwrap();
     for layout in spec.tile_layouts() {
-        assert!(tile(&opened, &layout) == tile(&source, &layout), "{}", layout.id);
+        assert!(
+            tile(&opened, &layout) == tile(&source, &layout),
+            "{}",
+            layout.id
+        );
     }
 }
