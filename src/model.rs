@@ -92,7 +92,7 @@ impl Rope {
                 high_freq_factor,
                 original_max_positions,
             } => {
-                // In f32 and with reciprocals, as torch computes it: only powf may differ, by an ulp.
+                // In f32 and with reciprocals, as torch computes it: only powf may differ.
                 let original = original_max_positions as f64;
                 let (low, high) = (low_freq_factor as f32, high_freq_factor - low_freq_factor);
                 let low_wavelength = (original / low_freq_factor) as f32;
