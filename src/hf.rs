@@ -9,6 +9,8 @@
 
 pub mod export;
 pub mod import;
+#[allow(unsafe_code, reason = "model files are read through a mapping")]
+mod mapped;
 pub mod safetensors;
 
 use std::fs::{File, OpenOptions};

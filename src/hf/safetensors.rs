@@ -16,14 +16,13 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use serde::de::{
     Deserialize, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor,
 };
 
+use super::mapped::Mapped;
 use super::{open_regular, printable_path};
 use crate::error::{Error, Result, printable};
 
@@ -108,7 +107,7 @@ pub struct TensorEntry {
 #[derive(Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
-    file: File,
+    file: Mapped,
     tensors: HashMap<String, TensorEntry>,
 }
 
@@ -128,6 +127,7 @@ impl SafetensorsFile {
                 format!("a file of {length} bytes"),
             ));
         }
+        let file = Mapped::new(file).map_err(|source| Error::io("map", &path, source))?;
         let mut prefix = [0u8; 8];
         read_at(&file, &path, 0, &mut prefix)?;
         let header_bytes = u64::from_le_bytes(prefix);
@@ -183,8 +183,8 @@ impl SafetensorsFile {
     }
 }
 
-fn read_at(file: &File, path: &Path, offset: u64, out: &mut [u8]) -> Result<()> {
-    file.read_exact_at(out, offset)
+fn read_at(file: &Mapped, path: &Path, offset: u64, out: &mut [u8]) -> Result<()> {
+    file.read(offset, out)
         .map_err(|source| Error::io("read", path, source))
 }
 
