@@ -2,6 +2,7 @@
 //! Method: real files on both engines for what a person sees; the simulated disk for power cuts at
 //! every operation of a workload, failures of every operation, and damage to every structure. A
 //! canary disk skips one flush: the same checks must then fail.
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -85,6 +86,11 @@ fn verify(store: &CheckpointStore, ring: &Ring) -> Result<()> {
             let bytes = table.payload_bytes(table.index(key).unwrap());
             let got = &slab.as_slice::<u8>()[..bytes];
             assert!(got == payload(generation, key, bytes), "{generation} {key}");
+            let padding = &slab.as_slice::<u8>()[bytes..bytes.next_multiple_of(4096)];
+            assert!(
+                padding.iter().all(|byte| *byte == 0),
+                "{generation} {key}: padding"
+            );
             seen += 1;
             Ok(())
         })?;
@@ -122,10 +128,9 @@ fn work(disk: &SimDisk, last: u64) -> u64 {
     last
 }
 
-/// After a crash: all that was acknowledged, or that and the commit under way, whole; and the store
-/// can go on. Returns the newest generation.
-fn assert_whole(disk: &SimDisk, acknowledged: u64, ring: &Ring) -> u64 {
-    let mut store = open(disk, Some(&spec())).unwrap_or_else(|e| panic!("{acknowledged}: {e}"));
+/// After a crash: all that was acknowledged, or that and the commit under way, whole.
+fn assert_opens(disk: &SimDisk, acknowledged: u64, ring: &Ring) -> CheckpointStore {
+    let store = open(disk, Some(&spec())).unwrap_or_else(|e| panic!("{acknowledged}: {e}"));
     let found = store.generations();
     assert!(
         found == kept(acknowledged) || found == kept(acknowledged + 1),
@@ -133,6 +138,12 @@ fn assert_whole(disk: &SimDisk, acknowledged: u64, ring: &Ring) -> u64 {
     );
     assert_eq!(store.sentences(), [""; 0], "nothing is lost");
     verify(&store, ring).unwrap_or_else(|e| panic!("{acknowledged}: {e}"));
+    store
+}
+
+/// As [`assert_opens`], and the store can go on. Returns the newest generation found.
+fn assert_whole(disk: &SimDisk, acknowledged: u64, ring: &Ring) -> u64 {
+    let mut store = assert_opens(disk, acknowledged, ring);
     let newest = store.latest().unwrap_or(0);
     commit(&mut store, newest + 1).unwrap_or_else(|e| panic!("{acknowledged}: {e}"));
     drop(store);
@@ -157,7 +168,11 @@ fn on_file(directory: &Path, engine: IoEngine, spec: &Spec) -> Option<Checkpoint
             println!("{:?}", store.sentences());
             Some(store)
         }
-        Err(Error::Input { what, got, .. }) if what == "memory.io_engine" => {
+        Err(Error::Input {
+            what: "memory.io_engine",
+            got,
+            ..
+        }) => {
             println!("SKIP {engine:?}: {got}");
             None
         }
@@ -196,7 +211,7 @@ fn commits_come_back_after_the_file_is_opened_again() {
         let slab = store.read(4, key, ring.take()).unwrap();
         let sum = checksum(&slab.as_slice()[..20480]);
         assert_eq!(store.extent_checksum(4, key).unwrap(), sum);
-        drop(store);
+        drop((store, slab));
         let mut store = on_file(directory.path(), engine, &spec).unwrap();
         let mut commit = store.begin_commit(9).unwrap();
         let mut slab = ring.take();
@@ -341,8 +356,7 @@ fn an_extent_twice_or_not_at_all_is_a_programmer_error() {
     }
     let long = begun
         .finish(&vec![b' '; (1 << 20) + 1])
-        .err()
-        .expect("too long");
+        .expect_err("too long");
     assert_eq!(long.exit_code(), 2);
     assert_eq!(store.latest(), Some(1));
 }
@@ -425,24 +439,25 @@ fn a_skipped_flush_is_caught() {
     let ring = ring(1 << 16);
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
-    let caught = |skipped: u64| {
-        (0..6000u64).find(|seed| {
-            let faults = Faults {
-                // In the third commit: the store is full and has freed a region.
-                flush_skipped_at: Some(2 * 4 + skipped),
-                crash_at: Some(18 + mix(*seed) % 24),
-                ..Faults::default()
-            };
-            let disk = formatted(faults);
-            let acknowledged = work(&disk, 3);
+    // Four reads of superblocks, then thirteen operations a commit: three extents, flush, two
+    // manifests, flush, two superblocks, flush, two superblocks, flush. In the third commit the
+    // store is full and frees a region.
+    let third = 4 + 2 * 13;
+    let caught = |(skipped, crash_at): (u64, u64)| {
+        let disk = formatted(Faults {
+            flush_skipped_at: Some(2 * 4 + skipped),
+            crash_at: Some(third + crash_at),
+            ..Faults::default()
+        });
+        let acknowledged = work(&disk, 3);
+        assert_eq!(acknowledged, 2, "the cut is in the third commit");
+        (0..8000).find(|seed| {
             let image = disk.after_crash(mix(*seed), Faults::default());
-            catch_unwind(AssertUnwindSafe(|| {
-                assert_whole(&image, acknowledged, &ring)
-            }))
-            .is_err()
+            let check = AssertUnwindSafe(|| assert_opens(&image, acknowledged, &ring));
+            catch_unwind(check).is_err()
         })
     };
-    let found = [2, 3].map(caught);
+    let found = [(2, 9), (3, 13)].map(caught);
     std::panic::set_hook(hook);
     println!("caught at seeds {found:?}");
     assert!(found.iter().all(Option::is_some), "{found:?}");
@@ -560,7 +575,7 @@ fn a_damaged_extent_is_refused_by_name_and_the_others_are_read() {
     // In the padding too: 5000 elements of 4 bytes end in the middle of the fifth page.
     for byte in [0, 19999, 20479] {
         disk.flip(offset + byte, 5);
-        let error = store.read(2, bad, ring.take()).err().expect("damaged");
+        let error = store.read(2, bad, ring.take()).expect_err("damaged");
         let Error::ExtentChecksum {
             tile,
             extent,

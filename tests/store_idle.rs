@@ -1,5 +1,6 @@
 //! Goal: a store that has nothing to do costs nothing. Method: a process of its own (so this file
 //! has one test), CPU time of its store threads over half a second, on both engines.
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 use std::time::Duration;
 

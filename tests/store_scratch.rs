@@ -1,6 +1,7 @@
 //! Goal: the scratch store gives back exactly what was written, on every engine, or says why not.
 //! Method: real files in a directory of the test's own on both engines; damage through another
 //! descriptor of the same file; faults that no file gives on demand, on the simulated disk.
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -26,8 +27,12 @@ fn section(layer: u16, elements: u64, element_bytes: u64) -> StoredSection {
 }
 
 fn ring(count: usize) -> Ring {
-    let mut cutter = HostArena::take(count as u64 * EXTENT_BYTES_MAX).unwrap();
-    cutter.cut_ring(count, EXTENT_BYTES_MAX)
+    ring_of(count, 1 << 16)
+}
+
+fn ring_of(count: usize, slab_bytes: u64) -> Ring {
+    let mut cutter = HostArena::take(count as u64 * slab_bytes).unwrap();
+    cutter.cut_ring(count, slab_bytes)
 }
 
 fn fill(bytes: &mut [u8], seed: u64) {
@@ -72,6 +77,12 @@ fn assert_holds(done: &Completion, bytes: usize, round: u64) {
     fill(&mut expected, seed(done.key, round));
     let got = &done.slab.as_slice::<u8>()[..bytes];
     assert!(got == expected, "{} differs", done.key);
+    let padding = &done.slab.as_slice::<u8>()[bytes..bytes.next_multiple_of(4096)];
+    assert!(
+        padding.iter().all(|byte| *byte == 0),
+        "{}: padding",
+        done.key
+    );
 }
 
 fn create(
@@ -128,7 +139,7 @@ fn odd_lengths_come_back_on_both_engines() {
     sections.push(section(101, EXTENT_ELEMENTS, 2));
     for engine in ENGINES {
         let directory = tempfile::tempdir().unwrap();
-        let ring = ring(4);
+        let ring = ring_of(4, EXTENT_BYTES_MAX);
         let Some(store) = create(directory.path(), engine, &sections, &ring) else {
             continue;
         };

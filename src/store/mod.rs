@@ -20,6 +20,7 @@ mod engine;
 #[doc = include_str!("FORMAT.md")]
 pub mod format;
 mod pool;
+mod recover;
 pub mod scratch;
 pub mod sim;
 #[allow(unsafe_code, reason = "fallocate, statfs and eventfd are libc calls")]
@@ -116,7 +117,7 @@ struct PlacedSection {
 pub const EXTENT_COUNT_MAX: u64 = 1 << 24;
 
 const _: () = assert!(
-    EXTENT_ELEMENTS % PAGE_BYTES == 0,
+    EXTENT_ELEMENTS.is_multiple_of(PAGE_BYTES),
     "full extents are pages, whatever an element's size"
 );
 

@@ -78,10 +78,10 @@ pub(super) fn file_system(path: &Path) -> io::Result<FileSystem> {
     })
 }
 
-/// Bytes free at `path`; 0 where the file system does not say.
+/// Bytes free at `path`, or in its directory where it does not exist; 0 where nobody says.
 pub(super) fn free_bytes(path: &Path) -> u64 {
-    let directory = path.parent().unwrap_or(path);
-    file_system(directory).map_or(0, |found| found.free)
+    let asked = file_system(path).or_else(|_| file_system(path.parent().unwrap_or(path)));
+    asked.map_or(0, |found| found.free)
 }
 
 /// A counter in the kernel that a ring can poll and another thread can raise.

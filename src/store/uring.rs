@@ -244,7 +244,7 @@ impl UringDisk {
                 self.polled = false;
                 self.woken = true;
                 // Empty already if a wake came with the poll's arming.
-                (&*self.event).read(&mut [0; 8]).ok();
+                (&*self.event).read_exact(&mut [0; 8]).ok();
                 continue;
             }
             let number = entry.user_data() as usize;
@@ -350,7 +350,7 @@ impl Disk for UringDisk {
         let event = self.event.clone();
         Waker::new(move || {
             // Refused only when the counter is full: then it is raised already.
-            (&*event).write(&1u64.to_ne_bytes()).ok();
+            (&*event).write_all(&1u64.to_ne_bytes()).ok();
         })
     }
 }
