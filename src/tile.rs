@@ -25,7 +25,7 @@ pub const TENSOR_ALIGN: u64 = 64;
 pub const SECTION_COUNT: usize = 4;
 
 const _: () = assert!(
-    EXTENT_ELEMENTS * 2 % PAGE_BYTES == 0,
+    (EXTENT_ELEMENTS * 2).is_multiple_of(PAGE_BYTES),
     "an extent of bf16 is whole pages"
 );
 
