@@ -1,15 +1,29 @@
-//! Terrace trains language models that are larger than the GPU's memory.
+//! Terrace trains language models that are larger than the GPU's memory, every parameter, in full
+//! precision, on one machine.
+//!
+//! ```text
+//!  store (NVMe)          host (RAM)                      device
+//!  scratch extents  ⇄  homes, gradient slots,   ⇄  weight buffers, anchors,
+//!  checkpoints          ring of slabs               accumulators, workspaces
+//!        store             host                          device
+//!          └───────────── transfer ────────────────────────┘
+//!                             step  ←  schedule  ←  plan  ←  config, model, tile
+//! ```
+//!
+//! Modules below stand in data-path order; ARCHITECTURE.md tells a step once, and names the test of
+//! each invariant. `unsafe` is denied but for the rooms that are lifted here by name.
+#![doc = include_str!("ARCHITECTURE.md")]
 #![deny(unsafe_code)]
 
 pub mod error;
 pub mod stats;
-// What is wanted: pure.
+// What is wanted: pure, no I/O, no clock.
 pub mod config;
 pub mod model;
 pub mod plan;
 pub mod schedule;
 pub mod tile;
-// Where bytes live.
+// Where bytes live: host is the hub.
 #[allow(unsafe_code, reason = "device arenas are raw memory")]
 pub mod device;
 #[allow(unsafe_code, reason = "the host arena is raw memory")]
@@ -19,7 +33,7 @@ pub mod store;
 pub mod data;
 pub mod layer;
 pub mod machine;
-#[allow(unsafe_code, reason = "SIMD intrinsics")]
+#[allow(unsafe_code, reason = "loops compiled for SIMD are called behind a check")]
 pub mod optimizer;
 pub mod step;
 pub mod transfer;
