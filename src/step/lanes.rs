@@ -274,7 +274,11 @@ impl Shared {
             }
             Action::EmbedBackward { micro: index } => {
                 let order = &pass.data.sorted[index as usize];
-                let accumulator = self.accumulator(0, Accumulator::Embed);
+                // The tensor, without the padding at the tile's end.
+                let accumulator = View {
+                    count: self.tiers.layout(0).tensors[0].count,
+                    ..self.accumulator(0, Accumulator::Embed)
+                };
                 let dy = map.anchor(last, index);
                 layer::embed_backward(device, micro(index), order, self.hidden, dy, accumulator);
             }
