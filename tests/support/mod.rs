@@ -291,8 +291,10 @@ pub(crate) struct Limit {
 /// The recorded errors of several tensors.
 pub(crate) struct RecordedErrors {
     by_name: HashMap<String, RecordedError>,
-    /// Largest error of an element, as a part of its tensor's largest element, of any tensor.
-    worst_ratio: f64,
+    /// Largest error of an element that is always allowed, as a part of the reference's largest.
+    floor_max_abs: f64,
+    /// L2 error that is always allowed, as a part of the reference's l2.
+    floor_l2: f64,
 }
 
 impl RecordedErrors {
@@ -311,14 +313,31 @@ impl RecordedErrors {
         let by_name: HashMap<_, _> = entries
             .map(|(name, value)| (name.clone(), read(value)))
             .collect();
-        let ratios = by_name
-            .values()
-            .map(|error| error.max_abs / error.reference_max_abs);
-        let worst_ratio = ratios.fold(0.0, f64::max);
-        RecordedErrors {
+        let rounding = f64::from(f32::EPSILON);
+        let mut errors = RecordedErrors {
             by_name,
-            worst_ratio,
+            floor_max_abs: rounding,
+            floor_l2: rounding,
+        };
+        errors.floor_max_abs = errors.worst(|error| error.max_abs / error.reference_max_abs);
+        errors
+    }
+
+    /// Where one flipped bit decides how large errors become: each tensor may be as far off as the
+    /// worst of any of these runs, relative to its reference.
+    pub(crate) fn with_flips_of(mut self, runs: &[RecordedErrors]) -> RecordedErrors {
+        for run in runs {
+            let max_abs = run.worst(|error| error.max_abs / error.reference_max_abs);
+            self.floor_max_abs = self.floor_max_abs.max(max_abs);
+            let l2 = run.worst(|error| error.l2 / error.reference_l2);
+            self.floor_l2 = self.floor_l2.max(l2);
         }
+        self
+    }
+
+    fn worst(&self, ratio: impl Fn(&RecordedError) -> f64) -> f64 {
+        let rounding = f64::from(f32::EPSILON);
+        self.by_name.values().map(ratio).fold(rounding, f64::max)
     }
 
     /// Tensors that have one.
@@ -339,11 +358,10 @@ impl RecordedErrors {
     /// worst relative one that PyTorch's float32 had among the tensors of the case.
     pub(crate) fn limit(&self, name: &str, factor: f64) -> Limit {
         let torch = self.by_name[name];
-        let rounding = f64::from(f32::EPSILON);
         Limit {
             torch,
-            max_abs: factor * self.worst_ratio.max(rounding) * torch.reference_max_abs,
-            l2: factor * torch.l2.max(rounding * torch.reference_l2),
+            max_abs: factor * self.floor_max_abs * torch.reference_max_abs,
+            l2: factor * torch.l2.max(self.floor_l2 * torch.reference_l2),
         }
     }
 }
@@ -407,4 +425,16 @@ impl Comparison {
         }
         panic!("{table}");
     }
+}
+
+/// Bytes of every section of a layer's tile, all in host.
+pub(crate) fn tile_bytes(engine: &Engine, layer: u16) -> Vec<Vec<u8>> {
+    let tiers = engine.tiers();
+    let sections = tiers.sections();
+    sections
+        .map(|section| {
+            let home = tiers.home(layer, section).unwrap();
+            home.as_slice::<u8>().to_vec()
+        })
+        .collect()
 }
