@@ -33,7 +33,10 @@ pub mod store;
 pub mod data;
 pub mod layer;
 pub mod machine;
-#[allow(unsafe_code, reason = "loops compiled for SIMD are called behind a check")]
+#[allow(
+    unsafe_code,
+    reason = "loops compiled for SIMD are called behind a check"
+)]
 pub mod optimizer;
 pub mod step;
 pub mod transfer;
