@@ -1,0 +1,132 @@
+//! Goal: a loss or gradient that is not a number stops the run before it reaches a weight
+//! (invariant 10), and the error names the step and the last commit.
+//!
+//! Method: the weights of a tiny model are changed so that the loss, or the gradient of one tile
+//! alone, is not finite; the bytes of every section are compared before and after the step.
+
+mod support;
+
+use support::{Case, config, engine, settings, tile_bytes};
+use terrace::Error;
+use terrace::tile::Precision;
+
+/// Steps that a number which is not one must stop, and what may have changed by then.
+struct Broken {
+    precision: Precision,
+    max_grad_norm: f64,
+    change: fn(&str, &mut [f32]),
+}
+
+impl Broken {
+    /// The error of step 7 from changed weights, and the layers of whose tiles a byte changed.
+    fn run(&self, case: &Case) -> (terrace::Result<f64>, Vec<u16>) {
+        let micros = case.forward_micros();
+        let mut config = config(self.precision, &micros);
+        config.train.max_grad_norm = self.max_grad_norm;
+        let mut engine = engine(&case.spec, &config);
+        case.initialise_changed(&engine, self.change);
+        engine.set_last_commit("the last commit is step 6 in run/checkpoint".to_string());
+        let layers = 0..case.spec.layer_count();
+        let before: Vec<_> = layers.clone().map(|l| tile_bytes(&engine, l)).collect();
+        let result = engine.train_step(micros.clone(), settings(&config, 7, 1e-2));
+        let drained = engine.drain();
+        if result.is_err() {
+            drained.unwrap_err();
+            engine
+                .train_step(micros, settings(&config, 8, 1e-2))
+                .unwrap_err();
+        }
+        let changed = layers.filter(|l| tile_bytes(&engine, *l) != before[usize::from(*l)]);
+        (result.map(|step| step.loss), changed.collect())
+    }
+}
+
+/// Asserts that the error names step 7, the last commit and `part`.
+fn assert_non_finite(result: terrace::Result<f64>, part: &str) {
+    let Err(Error::NonFinite {
+        step,
+        what,
+        value,
+        last_commit,
+    }) = result
+    else {
+        panic!("{part} was not refused: {result:?}");
+    };
+    assert_eq!((step, what.as_str()), (7, part));
+    assert!(["NaN", "inf", "-inf"].contains(&value.as_str()), "{value}");
+    assert_eq!(last_commit, "the last commit is step 6 in run/checkpoint");
+}
+
+/// Makes the gradient of block 0's query matrix overflow while every activation and the loss stay
+/// finite: queries are zero, so huge keys do not show in the scores; the keys' size reaches the
+/// gradient of the queries, and that of the norm's output multiplies it.
+fn overflow_query_gradient(name: &str, values: &mut [f32]) {
+    let scale = match name.strip_prefix("model.layers.0.") {
+        Some("input_layernorm.weight") => 1e12,
+        Some("self_attn.q_proj.weight") => 0.0,
+        Some("self_attn.k_proj.weight") => 1e23,
+        Some("self_attn.v_proj.weight") => 1e-12,
+        _ => 1.0,
+    };
+    values.iter_mut().for_each(|value| *value *= scale);
+}
+
+fn break_one_weight(name: &str, values: &mut [f32], broken: f32) {
+    if name == "model.layers.1.mlp.up_proj.weight" {
+        values[77] = broken;
+    }
+}
+
+#[test]
+fn a_weight_that_is_not_a_number_stops_the_step_before_any_update() {
+    let case = Case::open("llama");
+    let changes: [fn(&str, &mut [f32]); 2] = [
+        |name, values| break_one_weight(name, values, f32::NAN),
+        |name, values| break_one_weight(name, values, f32::INFINITY),
+    ];
+    for precision in [Precision::Fp32, Precision::Bf16] {
+        // The loss comes before any gradient, so clipping makes no difference.
+        for max_grad_norm in [1.0, 0.0] {
+            for change in changes {
+                let broken = Broken {
+                    precision,
+                    max_grad_norm,
+                    change,
+                };
+                let (result, changed) = broken.run(&case);
+                assert_non_finite(result, "loss");
+                assert!(changed.is_empty(), "no tile is updated");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gradient_that_overflows_does_not_reach_its_tile() {
+    let case = Case::open("llama");
+    for precision in [Precision::Fp32, Precision::Bf16] {
+        for max_grad_norm in [1.0, 0.0] {
+            let mut broken = Broken {
+                precision,
+                max_grad_norm,
+                change: |_, _| {},
+            };
+            // A sound step changes every tile: what follows can tell.
+            let (result, changed) = broken.run(&case);
+            assert!(result.unwrap().is_finite());
+            assert_eq!(changed, [0, 1, 2, 3]);
+
+            broken.change = overflow_query_gradient;
+            let (result, changed) = broken.run(&case);
+            assert_non_finite(result, "gradient norm of tile 1.0");
+            if max_grad_norm > 0.0 {
+                assert!(changed.is_empty(), "{precision:?}: no tile is updated");
+            } else {
+                // Tiles whose gradients came earlier may have been updated; this one and the
+                // embedding, which comes after it, not.
+                let reached = changed.iter().any(|layer| *layer <= 1);
+                assert!(!reached, "{precision:?}: {changed:?} were updated");
+            }
+        }
+    }
+}
