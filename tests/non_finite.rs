@@ -9,6 +9,8 @@ mod support;
 
 use support::{Case, config, engine, settings, tile_bytes};
 use terrace::Error;
+use terrace::hf::WeightSource;
+use terrace::hf::safetensors::SafetensorsFile;
 use terrace::tile::Precision;
 
 /// Steps that a number which is not one must stop, and what may have changed by then.
@@ -129,5 +131,46 @@ fn a_gradient_that_overflows_does_not_reach_its_tile() {
                 assert!(!reached, "{precision:?}: {changed:?} were updated");
             }
         }
+    }
+}
+
+/// The all-ones NaN rounds to −0 in bf16: loss and norm would stay finite, the master never.
+#[test]
+fn a_model_file_with_a_number_that_is_not_one_is_refused() {
+    let case = Case::open("llama");
+    let name = "model.layers.1.mlp.up_proj.weight";
+    let file = SafetensorsFile::open(&case.dir, "model.safetensors").unwrap();
+    let entry = file.tensor(name).unwrap();
+    let sound = std::fs::read(case.dir.join("model.safetensors")).unwrap();
+    let layout = case.spec.tile_layout(2);
+    for (bits, got) in [(0x7FFF_FFFFu32, "NaN"), (0xFF80_0000, "-inf")] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut bytes = sound.clone();
+        let at = entry.offset as usize + 77 * 4;
+        bytes[at..at + 4].copy_from_slice(&bits.to_le_bytes());
+        std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        let weights = WeightSource::open(dir.path(), &case.spec).unwrap();
+        let mut values = vec![0.0; layout.elements as usize];
+        let error = weights
+            .fill(&layout, 0..layout.elements, &mut values)
+            .unwrap_err();
+        let Error::Input {
+            place, got: was, ..
+        } = &error
+        else {
+            panic!("{error}");
+        };
+        assert!(
+            place.ends_with(&format!("tensor {name}, element 77")),
+            "{error}"
+        );
+        assert_eq!(was, got);
+        let sound = layout
+            .tensor("model.layers.1.mlp.down_proj.weight")
+            .unwrap();
+        let mut values = vec![0.0; sound.count as usize];
+        weights
+            .fill(&layout, sound.elements(), &mut values)
+            .unwrap();
     }
 }

@@ -1,7 +1,7 @@
 //! Weights of a model, as f32, for any element range of any tile.
 //!
 //! - [`WeightSource::open`] checks every tensor's presence, shape and dtype before anything is
-//!   read, so that [`WeightSource::fill`] can fail only by I/O.
+//!   read, so that [`WeightSource::fill`] can fail only by I/O and by values that are not finite.
 //! - A tied model's `lm_head.weight`, if present, must equal the embedding: transformers leaves
 //!   the two apart where they differ, and this model would be another one.
 //! - Peak memory: the shards' headers, and one piece of [`PIECE_BYTES`] a call of fill.
@@ -100,8 +100,8 @@ impl WeightSource {
     /// Values of `elements` of a tile, zero where no tensor lies.
     ///
     /// # Errors
-    /// [`Error::Io`] where a file cannot be read; [`Error::Input`] for a tensor that the model this
-    /// source was opened for does not have.
+    /// [`Error::Io`] where a file cannot be read; [`Error::Input`] for a value that is not finite, or
+    /// a tensor that the model this source was opened for does not have.
     ///
     /// # Panics
     /// If `out` is not as long as `elements`, or they are past the tile's end.
@@ -145,7 +145,17 @@ impl WeightSource {
         match &self.origin {
             Origin::Files { shards, tensors } => {
                 let (shard, entry) = tensors.get(name).ok_or_else(unknown)?;
-                read_values(&shards[*shard], entry, first, out)
+                read_values(&shards[*shard], entry, first, out)?;
+                // The bf16 half of a NaN can be finite: nothing would show it later.
+                match out.iter().position(|value| !value.is_finite()) {
+                    Some(at) => Err(not_finite(
+                        shards[*shard].path(),
+                        name,
+                        first + at as u64,
+                        out[at],
+                    )),
+                    None => Ok(()),
+                }
             }
             Origin::Random { seed, inits } => {
                 match inits.get(name).ok_or_else(unknown)? {
@@ -272,6 +282,16 @@ impl WeightSource {
 
 fn exists(dir: &Path, name: &str) -> bool {
     dir.join(name).symlink_metadata().is_ok()
+}
+
+fn not_finite(path: &Path, name: &str, element: u64, value: f32) -> Error {
+    Error::input(
+        "safetensors",
+        format!("{}: tensor {name}, element {element}", printable_path(path)),
+        "a finite number",
+        value.to_string(),
+        "fetch the model again, or take an earlier checkpoint of it",
+    )
 }
 
 /// Elements `first..` of a tensor as f32: bf16 and f16 widen exactly.
