@@ -222,6 +222,14 @@ impl Checkpoints {
         for layout in tiers.layouts() {
             for section in tiers.sections() {
                 tiers.stream_section(layout.id.layer, section, |extent, bytes| {
+                    if section == Section::Weight && has_non_finite(bytes, tiers.precision()) {
+                        return Err(Error::NonFinite {
+                            step: progress.step,
+                            what: format!("a weight of {}", layout.id),
+                            value: "infinite or NaN".to_string(),
+                            last_commit: "the commits before stay".to_string(),
+                        });
+                    }
                     let key = crate::store::ExtentKey {
                         tile: layout.id,
                         section,
@@ -282,6 +290,17 @@ impl Checkpoints {
         };
         self.store.generations().into_iter().map(read).collect()
     }
+}
+
+/// Whether little-endian weights hold an infinity or NaN: an update can carry a finite master beyond
+/// bf16, and no loss has seen it yet.
+fn has_non_finite(bytes: &[u8], precision: Precision) -> bool {
+    // All ones in the exponent, which are the upper bits of the last two bytes of either format.
+    let width = Section::Weight.element_bytes(precision) as usize;
+    bytes.chunks_exact(width).any(|element| {
+        let upper = u16::from_le_bytes([element[width - 2], element[width - 1]]);
+        upper & 0x7F80 == 0x7F80
+    })
 }
 
 fn sections_of(tiers: &Tiers) -> Vec<StoredSection> {
@@ -373,5 +392,31 @@ impl CommittedWeights {
             at = end;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn infinities_and_nans_of_both_formats_are_seen_and_the_largest_numbers_are_not() {
+        let bf16 = |value: u16| value.to_le_bytes();
+        assert!(!has_non_finite(
+            &[bf16(0x7F7F), bf16(0xFF7F), bf16(0)].concat(),
+            Precision::Bf16
+        ));
+        assert!(has_non_finite(
+            &[bf16(0), bf16(0x7F80)].concat(),
+            Precision::Bf16
+        ));
+        assert!(has_non_finite(
+            &[bf16(0), bf16(0xFFC1)].concat(),
+            Precision::Bf16
+        ));
+        let all = [f32::MAX, f32::MIN, 0.0].map(f32::to_le_bytes).concat();
+        assert!(!has_non_finite(&all, Precision::Fp32));
+        let all = [1.0, f32::NEG_INFINITY].map(f32::to_le_bytes).concat();
+        assert!(has_non_finite(&all, Precision::Fp32));
     }
 }
