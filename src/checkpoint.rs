@@ -19,7 +19,6 @@ use crate::host::Ring;
 use crate::model::ModelSpec;
 use crate::store::{CheckpointStore, Phase, Spec, StoredSection};
 use crate::tile::{Precision, Section};
-use crate::train::checkpoint_dir;
 use crate::transfer::Tiers;
 use crate::transfer::fill::Fill;
 
@@ -123,11 +122,11 @@ impl Progress {
                 _ => sentences.push(format!("resumed with {key} = {new}, was {old}")),
             }
         }
-        let data = format!("{:032x}", dataset.fingerprint());
-        if data != self.data {
+        let fingerprint = format!("{:032x}", dataset.fingerprint());
+        if fingerprint != self.data {
             if !allowed {
                 let place = "training data (its tokens' checksum)".to_string();
-                return Err(refused(place, &self.data, &data));
+                return Err(refused(place, &self.data, &fingerprint));
             }
             sentences.push("resumed with other training data".to_string());
         }
@@ -145,6 +144,15 @@ pub fn model_hash(spec: &ModelSpec, precision: Precision) -> u128 {
     }
     names.push_str(&format!("{:?} {precision:?}", spec.family));
     xxhash_rust::xxh3::xxh3_128(names.as_bytes())
+}
+
+/// Where a configuration's commits go.
+pub fn checkpoint_dir(config: &RunConfig) -> PathBuf {
+    config
+        .checkpoint
+        .dir
+        .clone()
+        .unwrap_or_else(|| config.log.dir.join("checkpoint"))
 }
 
 /// A run's checkpoint store.

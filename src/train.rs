@@ -1,6 +1,7 @@
 //! A run: prepared from its configuration, trained step by step, committed, resumed.
 //!
-//! - [`Run::prepare`] reads model, tokenizer and data, and refuses bad input before memory is taken.
+//! - [`Run::prepare`] reads model, tokenizer and data, and refuses bad input before memory is
+//!   taken.
 //! - [`Trainer`] owns the engine; a step is [`Trainer::step`], and the loop is the caller's.
 //! - A commit is made with all tiles at home, so it is the state after a whole number of steps; the
 //!   data cursor, the settings and the count of tokens are in its metadata.
@@ -14,7 +15,7 @@ mod setup;
 pub use report::{Metrics, StepReport};
 pub use setup::{Budget, build_engine, measure_rates, resolve_budgets};
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -136,15 +137,6 @@ pub fn model_dir(config: &RunConfig) -> Result<&Path> {
             "set path = \"…\" under [model]",
         )
     })
-}
-
-/// Where a configuration's commits go.
-pub fn checkpoint_dir(config: &RunConfig) -> PathBuf {
-    config
-        .checkpoint
-        .dir
-        .clone()
-        .unwrap_or_else(|| config.log.dir.join("checkpoint"))
 }
 
 /// A run under way.
