@@ -88,44 +88,43 @@ impl Plan {
             shown(budgets.1),
             shown(budgets.2),
         );
+        text.push_str(&self.sentences(prediction, rates));
+        text
+    }
+
+    /// What the table's columns do not say.
+    fn sentences(&self, prediction: &Prediction, rates: &Rates) -> String {
         let pairs = u64::from(self.blocks) * self.map.shape.micros;
-        writeln!(
-            text,
-            "  kept: {} of {pairs} block activations, the others are recomputed; {} weight buffers, \
-             {} micro-batches of at most {} tokens",
+        let shape = &self.map.shape;
+        let kept = format!(
+            "  kept: {} of {pairs} block activations, the others are recomputed; \
+             {} weight buffers, {} micro-batches of at most {} tokens",
             self.kept.len(),
             self.map.buffers.len(),
-            self.map.shape.micros,
-            self.map.shape.tokens,
-        )
-        .ok();
-        if self.checkpoint_bytes > 0 {
+            shape.micros,
+            shape.tokens,
+        );
+        let checkpoints = if self.checkpoint_bytes > 0 {
             let bytes = bytes_text(self.checkpoint_bytes);
-            writeln!(
-                text,
-                "  checkpoints: {bytes} in checkpoint.dir, (keep + 1) x the state"
-            )
-            .ok();
+            format!("  checkpoints: {bytes} in checkpoint.dir, (keep + 1) x the state")
         } else {
-            writeln!(
-                text,
-                "  checkpoints: off (checkpoint.every = 0): a crash loses the run"
-            )
-            .ok();
-        }
-        writeln!(
-            text,
+            "  checkpoints: off (checkpoint.every = 0): a crash loses the run".to_string()
+        };
+        let moved = format!(
             "  a step moves: up {}, down {}, store read {}, store write {}",
             bytes_text(prediction.promote_bytes),
             bytes_text(prediction.demote_bytes),
             bytes_text(prediction.read_bytes),
             bytes_text(prediction.write_bytes),
-        )
-        .ok();
-        writeln!(
-            text,
-            "  predicted: {:.3} s a step, {:.0} tokens/s, bound by {} (compute {:.3} s, up {:.3} s, \
-             down {:.3} s, store {:.3} s, AdamW {:.3} s){}",
+        );
+        let shared = if rates.shared_cores {
+            "; compute and AdamW share the cores"
+        } else {
+            ""
+        };
+        let predicted = format!(
+            "  predicted: {:.3} s a step, {:.0} tokens/s, bound by {} \
+             (compute {:.3} s, up {:.3} s, down {:.3} s, store {:.3} s, AdamW {:.3} s){shared}",
             prediction.step_seconds,
             prediction.tokens as f64 / prediction.step_seconds,
             prediction.bound(),
@@ -134,10 +133,8 @@ impl Plan {
             prediction.demote_seconds,
             prediction.store_seconds,
             prediction.update_seconds,
-            if rates.shared_cores { "; compute and AdamW share the cores" } else { "" },
-        )
-        .ok();
-        text
+        );
+        format!("{kept}\n{checkpoints}\n{moved}\n{predicted}\n")
     }
 
     /// The plan as JSON: sizes in bytes, times in seconds.
@@ -162,10 +159,14 @@ impl Plan {
             "parameters": self.parameters,
             "clipping": self.clipping,
             "budgets": {
-                "device": self.budgets.device, "host": self.budgets.host, "store": self.budgets.store,
+                "device": self.budgets.device,
+                "host": self.budgets.host,
+                "store": self.budgets.store,
             },
             "host": {
-                "total": self.host.bytes, "homes": self.host.homes, "gradients": self.host.gradients,
+                "total": self.host.bytes,
+                "homes": self.host.homes,
+                "gradients": self.host.gradients,
                 "slabs": self.host.slabs, "slab_bytes": self.host.slab_bytes,
             },
             "store": { "total": self.spilled_bytes },

@@ -1,14 +1,15 @@
 //! Where everything lies in the device's arena: pure offset arithmetic.
 //!
 //! - A region starts on [`REGION_ALIGN`] bytes and is never moved during a run.
-//! - Regions are sized for the most tokens that a micro-batch can have; a smaller one uses the front.
+//! - Regions are sized for the most tokens that a micro-batch can have; a smaller one uses the
+//!   front.
 //! - The wide accumulator of an untied model serves the head and then the embedding: the schedule
 //!   demotes the first before it clears it for the second.
 //!
 //! What is written into a region, and when, is `schedule`'s; the launches are `layer`'s.
 
 use crate::model::ModelSpec;
-use crate::tile::{Precision, Section};
+use crate::tile::{Precision, Section, TileLayout};
 
 /// Alignment of a region, in bytes.
 pub const REGION_ALIGN: u64 = 256;
@@ -17,8 +18,11 @@ pub const REGION_ALIGN: u64 = 256;
 const F32: u64 = 4;
 
 /// Hands out regions one after another.
+#[derive(Default)]
 struct Cutter {
     next: u64,
+    /// Bytes by purpose, up to `next` at the last call of `part`.
+    parts: Vec<(&'static str, u64)>,
 }
 
 impl Cutter {
@@ -26,6 +30,27 @@ impl Cutter {
         let offset = self.next;
         self.next = (offset + bytes).next_multiple_of(REGION_ALIGN);
         offset
+    }
+
+    fn cut_all(&mut self, count: u64, bytes: u64) -> Vec<u64> {
+        (0..count).map(|_| self.cut(bytes)).collect()
+    }
+
+    /// Names what was cut since the last call.
+    fn part(&mut self, name: &'static str) {
+        let before: u64 = self.parts.iter().map(|(_, bytes)| bytes).sum();
+        self.parts.push((name, self.next - before));
+    }
+
+    /// f32 accumulators of the head and the embed tile of that many elements. Tied, both are full
+    /// until the end of backward; else the head's is done before the embed's begins: one region.
+    fn cut_accumulators(&mut self, (head, embed): (u64, u64), tied: bool) -> (u64, u64) {
+        if tied {
+            (self.cut(head * F32), self.cut(embed * F32))
+        } else {
+            let shared = self.cut(embed.max(head) * F32);
+            (shared, shared)
+        }
     }
 }
 
@@ -74,7 +99,7 @@ pub struct BlockWorkspace {
 impl BlockWorkspace {
     /// Offsets for `tokens` of capacity and activations of `act` bytes.
     pub fn new(spec: &ModelSpec, tokens: u64, act: u64) -> BlockWorkspace {
-        let mut cutter = Cutter { next: 0 };
+        let mut cutter = Cutter::default();
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let normed = u64::from(spec.qk_norm);
         let mut rows = |width: u64, bytes: u64| cutter.cut(tokens * width * bytes);
@@ -124,7 +149,7 @@ pub struct BackwardScratch {
 
 impl BackwardScratch {
     fn new(spec: &ModelSpec, tokens: u64, act: u64) -> BackwardScratch {
-        let mut cutter = Cutter { next: 0 };
+        let mut cutter = Cutter::default();
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let mut rows = |width: u64| cutter.cut(tokens * width * act);
         let mut scratch = BackwardScratch {
@@ -167,7 +192,7 @@ pub struct HeadScratch {
 impl HeadScratch {
     fn new(spec: &ModelSpec, tokens: u64, act: u64) -> HeadScratch {
         let chunk_rows = loss_chunk_rows(spec.vocab_size);
-        let mut cutter = Cutter { next: 0 };
+        let mut cutter = Cutter::default();
         let rows = chunk_rows.min(tokens);
         let mut scratch = HeadScratch {
             chunk_rows,
@@ -266,59 +291,34 @@ impl DeviceMap {
         let act = shape.activation_bytes;
         let layout = |layer: u16| spec.tile_layout(layer);
         let (embed, block, head) = (layout(0), layout(1), layout(spec.layer_count() - 1));
-        let weight = |layout: &crate::tile::TileLayout| {
-            layout.section_bytes(Section::Weight, shape.precision)
-        };
-        let mut cutter = Cutter { next: 0 };
-        let mut parts: Vec<(&'static str, u64)> = Vec::new();
-        let mut mark = 0;
-        let mut part = |name: &'static str, next: u64| {
-            parts.push((name, next - mark));
-            mark = next;
-        };
+        let weight = |of: &TileLayout| of.section_bytes(Section::Weight, shape.precision);
+        let mut cutter = Cutter::default();
 
-        let buffers = (0..shape.buffers)
-            .map(|_| cutter.cut(weight(&block)))
-            .collect();
+        let buffers = cutter.cut_all(shape.buffers, weight(&block));
         let head_weight = cutter.cut(weight(&head));
         let tied_weight = spec.tied.then(|| cutter.cut(weight(&embed)));
-        part("weight buffers", cutter.next);
+        cutter.part("weight buffers");
 
         let head_elements = head.elements + if spec.tied { embed.elements } else { 0 };
         let compute_weight = shape
             .converts_weights
             .then(|| cutter.cut(block.elements.max(head_elements) * act));
-        part("weights in the arithmetic's format", cutter.next);
+        cutter.part("weights in the arithmetic's format");
 
         let train = u64::from(shape.trains);
-        let accumulators = (0..2)
-            .map(|_| cutter.cut(block.elements * F32 * train))
-            .collect();
-        let (head_accumulator, embed_accumulator) = if spec.tied {
-            (
-                cutter.cut(head.elements * F32 * train),
-                cutter.cut(embed.elements * F32 * train),
-            )
-        } else {
-            let shared = cutter.cut(embed.elements.max(head.elements) * F32 * train);
-            (shared, shared)
-        };
-        part("gradient accumulators", cutter.next);
+        let accumulators = cutter.cut_all(2, block.elements * F32 * train);
+        let ends = (head.elements * train, embed.elements * train);
+        let (head_accumulator, embed_accumulator) = cutter.cut_accumulators(ends, spec.tied);
+        cutter.part("gradient accumulators");
 
         let anchor_bytes = (shape.tokens * spec.hidden * act).next_multiple_of(REGION_ALIGN);
-        let anchor_layers = if shape.trains {
-            u64::from(spec.blocks) + 1
-        } else {
-            1
-        };
+        let anchor_layers = 1 + u64::from(spec.blocks) * train;
         let anchors = cutter.cut(anchor_bytes * anchor_layers * shape.micros);
-        part("anchors", cutter.next);
+        cutter.part("anchors");
 
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
-        let kept = (0..shape.kept)
-            .map(|_| cutter.cut(workspace.bytes))
-            .collect();
-        part("kept activations", cutter.next);
+        let kept = cutter.cut_all(shape.kept, workspace.bytes);
+        cutter.part("kept activations");
 
         let rope = cutter.cut(shape.seq_len * spec.head_dim * F32);
         // Blocks and head never compute at once: their scratch is one region.
@@ -328,7 +328,7 @@ impl DeviceMap {
         let backward = cutter.cut(backward_scratch.bytes * train);
         let head_scratch = HeadScratch::new(spec, shape.tokens, act);
         cutter.next = cutter.next.max(scratch + head_scratch.bytes);
-        part("scratch", cutter.next);
+        cutter.part("scratch");
 
         DeviceMap {
             shape,
@@ -349,8 +349,8 @@ impl DeviceMap {
             backward_scratch,
             head: scratch,
             head_scratch,
-            parts,
             bytes: cutter.next,
+            parts: cutter.parts,
         }
     }
 

@@ -9,6 +9,7 @@ use std::time::Instant;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use terrace::checkpoint::checkpoint_dir;
 use terrace::config::RunConfig;
 use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
@@ -17,7 +18,7 @@ use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::simulate::{Prediction, simulate};
 use terrace::train::{Run, Start, StepReport, Trainer, measure_rates, resolve_budgets};
-use terrace::{machine, quickstart, train};
+use terrace::{machine, quickstart};
 
 use crate::say;
 
@@ -109,10 +110,9 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         say(note)?;
     }
     let ended = steps(&mut trainer, &prediction, entropy, &signal);
-    let memory = machine::peak_memory();
-    let (read, written) = machine::storage_bytes();
+    let moved = machine_line();
     let log_dir = trainer.run().config.log.dir.clone();
-    let checkpoint_dir = train::checkpoint_dir(&trainer.run().config);
+    let checkpoint_dir = checkpoint_dir(&trainer.run().config);
     let last_commit = trainer.last_commit();
     let ended = ended.and_then(|()| sample(&mut trainer));
     let trace = match ended {
@@ -123,12 +123,7 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         std::fs::write(path, trace).map_err(|e| Error::io("write", path, e))?;
         say(&format!("trace: {}", path.display()))?;
     }
-    say(&format!(
-        "peak memory {}; read from disk {}, written {} (as the kernel counts)",
-        bytes_text(memory),
-        bytes_text(read),
-        bytes_text(written)
-    ))?;
+    say(&moved)?;
     say(&format!(
         "metrics: {}",
         log_dir.join("metrics.jsonl").display()
@@ -136,8 +131,9 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     if let Some(step) = last_commit {
         let checkpoint = checkpoint_dir.display();
         say(&format!(
-            "commit of step {step}: {checkpoint}; `terrace export --checkpoint {checkpoint} --out \
-             DIR` writes it for transformers, `terrace generate --checkpoint {checkpoint}` talks to it"
+            "commit of step {step}: {checkpoint}; \
+             `terrace export --checkpoint {checkpoint} --out DIR` writes it for transformers, \
+             `terrace generate --checkpoint {checkpoint}` talks to it"
         ))?;
     }
     match signal.load(Ordering::Relaxed) {
@@ -147,6 +143,17 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
             step: last_commit.unwrap_or(0),
         }),
     }
+}
+
+/// What the kernel counts for this process.
+fn machine_line() -> String {
+    let (read, written) = machine::storage_bytes();
+    format!(
+        "peak memory {}; read from disk {}, written {} (as the kernel counts)",
+        bytes_text(machine::peak_memory()),
+        bytes_text(read),
+        bytes_text(written)
+    )
 }
 
 fn check_device(device: &str) -> Result<()> {
