@@ -3,8 +3,8 @@
 //!
 //! `cargo bench --bench adamw [-- [--bytes N] [--runs N] [--isa scalar|avx2|avx512]]`; threads are
 //! rayon's (`RAYON_NUM_THREADS`). The two alternate; rates are medians, and the percentage is the
-//! median over pairs, so that a neighbour's load falls on both. AdamW moves 26 bytes a parameter (14
-//! read, 12 written); the stream reads and writes each of its bytes once.
+//! median over pairs, so that a neighbour's load falls on both. AdamW moves 26 bytes a parameter
+//! (14 read, 12 written); the stream reads and writes each of its bytes once.
 
 use std::time::Instant;
 

@@ -2,8 +2,8 @@
 //!
 //! Prints one JSON line an operation: the best time of several runs, and the mean processor time,
 //! which says more on a machine that others use too. Threads are `RAYON_NUM_THREADS`; run it once
-//! with 1 and once with 2. Dimensions are SmolLM2-135M's. For elementwise operations the "flops" are
-//! elements. Arguments `T N K …` measure those products alone.
+//! with 1 and once with 2. Dimensions are SmolLM2-135M's. For elementwise operations the "flops"
+//! are elements. Arguments `T N K …` measure those products alone.
 
 use std::time::Instant;
 

@@ -58,7 +58,10 @@ pub enum Error {
         remedy: String,
     },
     /// Another process holds the file or directory.
-    #[error("{path}: in use by process {pid}; stop it or choose another directory", path = path.display())]
+    #[error(
+        "{path}: in use by process {pid}; stop it or choose another directory",
+        path = path.display()
+    )]
     Busy {
         /// What is held.
         path: PathBuf,
@@ -66,7 +69,10 @@ pub enum Error {
         pid: u32,
     },
     /// A file of Terrace's own is damaged.
-    #[error("{path}: {what} at byte {offset}: expected {expected}, got {got}; {remedy}", path = path.display())]
+    #[error(
+        "{path}: {what} at byte {offset}: expected {expected}, got {got}; {remedy}",
+        path = path.display()
+    )]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -133,7 +139,8 @@ pub enum Error {
     },
     /// A loss, norm or gradient that is not a number, or too large for one.
     #[error(
-        "step {step}: {what} is {value}; nothing of this step is kept, {last_commit}; lower the learning rate or look at the step's data"
+        "step {step}: {what} is {value}; nothing of this step is kept, {last_commit}; \
+         lower the learning rate or look at the step's data"
     )]
     NonFinite {
         /// The step, counted from 1.
@@ -216,7 +223,8 @@ pub fn printable(text: &str) -> String {
             break;
         }
         let hidden = c.is_control()
-            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}')
+            || matches!(c, '\u{2066}'..='\u{2069}');
         if hidden {
             shown.extend(c.escape_unicode())
         } else {

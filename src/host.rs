@@ -261,7 +261,8 @@ impl Lease {
     /// The range as numbers, to write.
     pub fn as_mut_slice<T: Pod>(&mut self) -> &mut [T] {
         let count = self.bytes / size_of::<T>();
-        // SAFETY: as `as_slice`; the lease is the only right to the range, and &mut self its only use.
+        // SAFETY: as `as_slice`; the lease is the only right to the range, and &mut self its only
+        // use.
         unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().cast(), count) }
     }
 }

@@ -3,7 +3,8 @@
 //! - One fused pass: weight, moments and gradient are each read once, all but the gradient written
 //!   once; 26 bytes of traffic a parameter with a split master and bf16 gradients.
 //! - The order of operations and every fused multiply-add is fixed (see [`adamw`]), and one source
-//!   is compiled for each [`Isa`]: scalar, AVX2 and AVX-512 give the same bits. Subnormals are kept.
+//!   is compiled for each [`Isa`]: scalar, AVX2 and AVX-512 give the same bits. Subnormals are
+//!   kept.
 //! - It is elementwise: results do not depend on how a span is cut or on how many threads run.
 //! - What is not a number is found before an update ([`first_non_finite`]); [`adamw`] itself
 //!   checks nothing but lengths.

@@ -5,8 +5,8 @@
 //! - What does not fit is refused with the bytes that are missing and what would help.
 //! - A plan changes where bytes live and what is recomputed, never what is computed (invariant 1).
 //!
-//! Order within a step is `schedule`'s, its seconds are `schedule::simulate`'s; resolving `"auto"` asks
-//! the machine and is `machine`'s.
+//! Order within a step is `schedule`'s, its seconds are `schedule::simulate`'s; resolving `"auto"`
+//! asks the machine and is `machine`'s.
 
 mod print;
 pub use print::{bytes_text, count_text};

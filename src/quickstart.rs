@@ -1,7 +1,7 @@
 //! The embedded run: a small model, its tokenizer and a text, written out as files of a normal run.
 //!
-//! `terrace train --quickstart` writes them under one directory and trains from there, so that every
-//! other command works on what it leaves behind.
+//! `terrace train --quickstart` writes them under one directory and trains from there, so that
+//! every other command works on what it leaves behind.
 
 use std::path::Path;
 
@@ -15,7 +15,8 @@ use crate::error::{Error, Result};
 pub const DIRECTORY: &str = "runs/quickstart";
 
 /// The quickstart's run.toml; `DIR` stands for its directory.
-const RUN: &str = r#"# The run of `terrace train --quickstart`: a Llama of 2 M parameters learns the embedded text.
+const RUN: &str = r#"# The run of `terrace train --quickstart`: a Llama of 2 M parameters
+# learns the embedded text.
 # Its state and gradients are about 37 MiB; memory.host is less, so that half of the optimizer's
 # state lives in the store.
 [model]

@@ -2,9 +2,9 @@
 //!
 //! - Derived from the plan alone; `step` obeys it, `simulate` times it, tests replay it.
 //! - A lane runs its actions in order. Everything else that an action waits for is in its `after`
-//!   list: actions of the same step, or of the step before (`previous`), which the first step skips.
-//! - Steps of a run overlap through those lists only: with clipping, the updates of step s run under
-//!   the forward of step s + 1, layer by layer.
+//!   list: actions of the same step, or of the one before (`previous`), which the first skips.
+//! - Steps of a run overlap through those lists only: with clipping, the updates of step s run
+//!   under the forward of step s + 1, layer by layer.
 //! - The order of micro-batches, of accumulation and of tile norms is the same under every plan
 //!   (invariant 1); a plan adds and removes transfers, and turns *keep* into *recompute*.
 //!

@@ -186,17 +186,17 @@ impl Engine {
         self.check_failure()?;
         assert_eq!(micros.len() as u64, self.shared.plan.map.shape.micros);
         let pass = Self::next_pass(self.train.as_mut(), micros, Some(settings));
-        let data = &pass.data;
-        let tokens = data
+        let shared = &pass.data;
+        let tokens = shared
             .micros
             .iter()
             .map(|micro| micro.tokens.len() as u64)
             .sum();
-        let targets = data.targets;
+        let targets = shared.targets;
         assert!(targets > 0, "batches refuse a step without targets");
         self.run(&pass)?;
-        let losses = data.losses.lock().unwrap_or_else(PoisonError::into_inner);
-        let grad_norm = *data.grad_norm.get().expect("the compute lane has ended");
+        let losses = shared.losses.lock().unwrap_or_else(PoisonError::into_inner);
+        let grad_norm = *shared.grad_norm.get().expect("the compute lane has ended");
         let loss = losses.iter().sum::<f64>() / targets as f64;
         Ok(StepResult {
             loss,
@@ -349,7 +349,8 @@ impl StepSettings {
 }
 
 impl Shared {
-    /// cos and sin of every position, f32 `[seq_len, 2, D/2]`, computed in f32 as transformers does.
+    /// cos and sin of every position, f32 `[seq_len, 2, D/2]`, computed in f32 as transformers
+    /// does.
     fn write_rope_table(&self, spec: &ModelSpec) {
         let (frequencies, scale) = spec.rope.inverse_frequencies(spec.head_dim);
         let seq_len = self.plan.map.shape.seq_len;

@@ -1,10 +1,10 @@
 //! Moves tiles one hop at a time, through host: the only room that does.
 //!
-//! - [`Tiers`] holds what the plan cut: homes, gradient slots and the slab ring in host, the device,
-//!   the scratch store. Each home has a lock of its own; the schedule already keeps users apart, so
-//!   a lock is never waited for long.
-//! - A spilled section streams extent by extent through slabs; a slab in flight belongs to the store
-//!   until its completion, and nobody sees bytes that are not verified.
+//! - [`Tiers`] holds what the plan cut: homes, gradient slots and the slab ring in host, the
+//!   device, the scratch store. Each home has a lock of its own; the schedule already keeps users
+//!   apart, so a lock is never waited for long.
+//! - A spilled section streams extent by extent through slabs; a slab in flight belongs to the
+//!   store until its completion, and nobody sees bytes that are not verified.
 //! - Queues are bounded by the ring: a transfer waits for a slab, it never takes memory.
 //!
 //! When a transfer starts is `step`'s to say. The update's own stream over spilled states is
@@ -208,8 +208,8 @@ impl Tiers {
         (elements.end - elements.start) * key.section.element_bytes(self.precision)
     }
 
-    /// Calls `with` for each extent of a section in order, with its bytes: from the home in host, or
-    /// read from the store with a few slabs in flight.
+    /// Calls `with` for each extent of a section in order, with its bytes: from the home in host,
+    /// or read from the store with a few slabs in flight.
     pub fn stream_section(
         &self,
         layer: u16,
@@ -290,7 +290,8 @@ impl Tiers {
         })
     }
 
-    /// Copies the embedding rows of `tokens` to `out`, act `[T, H]`. Only rows that are named cross.
+    /// Copies the embedding rows of `tokens` to `out`, act `[T, H]`. Only rows that are named
+    /// cross.
     pub fn gather_rows(&self, tokens: &[u32], hidden: u64, out: View) -> Result<()> {
         let width = Section::Weight.element_bytes(self.precision);
         let row_bytes = hidden * width;

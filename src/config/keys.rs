@@ -435,7 +435,8 @@ pub(super) const KEYS: &[Key] = &[
         Free,
         "\"auto\"",
         "",
-        "Activations: \"auto\" keeps what fits, \"all\" recomputes every block, \"none\" keeps all.",
+        "Activations: \"auto\" keeps what fits, \"all\" recomputes every block, \
+         \"none\" keeps all.",
         |g| g.choice(RECOMPUTES)?,
         |v| named(RECOMPUTES, v)
     ),

@@ -173,8 +173,8 @@ impl RunConfig {
 /// A run.toml with every key, its meaning and its default; model, data and steps are examples.
 pub fn commented_template() -> String {
     let mut text = String::from(
-        "# A run of Terrace. `terrace plan` shows what it would do; `--set table.key=value` changes\n\
-         # a value for one run. Relative paths are meant from the current directory.\n",
+        "# A run of Terrace. `terrace plan` shows what it would do; `--set table.key=value` \
+         changes\n# a value for one run. Relative paths are meant from the current directory.\n",
     );
     for (table, about) in TABLES {
         text.push_str(&format!("\n# {about}\n[{table}]\n"));

@@ -1,12 +1,13 @@
 //! The device tier: an arena of its own, and one function an operation.
 //!
 //! - [`Device`] is an enum; its functions in [`ops`] are held to the same goldens on every side.
-//! - Memory is one arena; a [`View`] is a typed range of it. Views are handles: they own nothing and
-//!   can be copied; what may be written when is the schedule's to say.
+//! - Memory is one arena; a [`View`] is a typed range of it. Views are handles: they own nothing
+//!   and can be copied; what may be written when is the schedule's to say.
 //! - On the CPU device the arena is memory of its own, so promotion is a real copy.
 //! - Reductions run in a fixed order: the same bits for any number of threads.
 //!
-//! Nothing here knows layers, tiles or the host arena. `transfer` copies in and out; `layer` launches.
+//! Nothing here knows layers, tiles or the host arena. `transfer` copies in and out; `layer`
+//! launches.
 
 mod cpu;
 pub mod ops;

@@ -1,9 +1,10 @@
-//! Every operation that a layer template launches: shapes and formula in its doc, one function each.
+//! Every operation that a layer template launches: shapes and formula in its doc, one function
+//! each.
 //!
 //! Activations and gradients between layers are in [`Device::activation_dtype`]; weight gradients,
-//! norms' inverse RMS, log-sum-exp and losses are f32. Weights are `activation_dtype` too by the time
-//! an operation sees them (`convert` is launched when a buffer is bound). Index arrays are host
-//! slices; a device that needs them in its own memory stages them itself.
+//! norms' inverse RMS, log-sum-exp and losses are f32. Weights are `activation_dtype` too by the
+//! time an operation sees them (`convert` is launched when a buffer is bound). Index arrays are
+//! host slices; a device that needs them in its own memory stages them itself.
 //!
 //! `T` tokens of a micro-batch, `H` hidden, `V` vocabulary, `D` head width. All matrices row-major.
 //! Every function asserts its lengths, and that outputs overlap no input unless it says "in place".
@@ -73,8 +74,8 @@ impl Device {
     }
 
     /// Gradient of [`Device::rmsnorm_forward`]: dx = inv·(dy·w − x̂·mean(dy·w·x̂)) with x̂ = x·inv;
-    /// added to dx if `accumulate`, and dx may be dy (in place) if not. dw `[C]` f32 is always added
-    /// to: dw += Σ_r dy·x̂, in a fixed order.
+    /// added to dx if `accumulate`, and dx may be dy (in place) if not. dw `[C]` f32 is always
+    /// added to: dw += Σ_r dy·x̂, in a fixed order.
     #[expect(clippy::too_many_arguments, reason = "an operation's tensors")]
     pub fn rmsnorm_backward(
         &self,
@@ -104,8 +105,8 @@ impl Device {
         dispatch!(self, rope(x, heads, head_dim, table, positions, inverse))
     }
 
-    /// y = x·wᵀ (+ bias), or y += x·wᵀ (+ bias) if `accumulate`. x `[T, K]`, w `[N, K]`, y `[T, N]`.
-    /// T is `y.count / N`, N is `w.count / K`.
+    /// y = x·wᵀ (+ bias), or y += x·wᵀ (+ bias) if `accumulate`. x `[T, K]`, w `[N, K]`,
+    /// y `[T, N]`. T is `y.count / N`, N is `w.count / K`.
     pub fn linear_forward(
         &self,
         x: View,
@@ -134,8 +135,8 @@ impl Device {
     }
 
     /// Causal attention with grouped queries: o = softmax(q·kᵀ/√D)·v within each packed sequence.
-    /// q, o `[T, heads, D]`, k, v `[T, kv_heads, D]`; lse `[heads, T]` f32 (natural logarithm of the
-    /// sum of exponentials of scaled scores).
+    /// q, o `[T, heads, D]`, k, v `[T, kv_heads, D]`; lse `[heads, T]` f32 (natural logarithm of
+    /// the sum of exponentials of scaled scores).
     pub fn attention_forward(
         &self,
         q: View,
@@ -191,8 +192,9 @@ impl Device {
         dispatch!(self, scatter_rows(x, rows, out, columns))
     }
 
-    /// Cross entropy and its gradient in place: loss\[r\] = logsumexp(z\[r\]) − z\[r\]\[target\[r\]\], then
-    /// z = (softmax(z) − onehot(target))·scale. z `[R, V]`, losses `[R]` f32.
+    /// Cross entropy and its gradient in place: loss\[r\] = logsumexp(z\[r\]) −
+    /// z\[r\]\[target\[r\]\], then z = (softmax(z) − onehot(target))·scale. z `[R, V]`, losses
+    /// `[R]` f32.
     pub fn cross_entropy(&self, z: View, targets: &[u32], scale: f32, losses: View) {
         dispatch!(self, cross_entropy(z, targets, scale, losses))
     }
@@ -202,8 +204,8 @@ impl Device {
         dispatch!(self, cross_entropy_loss(z, targets, losses))
     }
 
-    /// Embedding gradient as a segment sum: dw\[id\] += Σ dy\[p\] over the id's positions in ascending
-    /// order. dy `[T, H]`, dw `[V, H]` f32.
+    /// Embedding gradient as a segment sum: dw\[id\] += Σ dy\[p\] over the id's positions in
+    /// ascending order. dy `[T, H]`, dw `[V, H]` f32.
     pub fn embed_backward(&self, dy: View, order: &SortedTokens, dw: View, hidden: u64) {
         dispatch!(self, embed_backward(dy, order, dw, hidden))
     }

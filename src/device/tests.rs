@@ -2,8 +2,8 @@
 //! same bits for any number of threads.
 //!
 //! Method: each is run on random numbers, into outputs that were poisoned before, and compared with
-//! a naive f64 reference; gradients with the f64 reference's analytic gradient, and that with finite
-//! differences. Errors are measured against the largest value of the reference.
+//! a naive f64 reference; gradients with the f64 reference's analytic gradient, and that with
+//! finite differences. Errors are measured against the largest value of the reference.
 
 use std::ops::Range;
 

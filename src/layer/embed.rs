@@ -4,8 +4,8 @@ use crate::data::Micro;
 use crate::device::ops::SortedTokens;
 use crate::device::{Device, Dtype, View};
 
-/// Adds a micro-batch's gradient to the embedding's accumulator: dw\[id\] += Σ dy over its positions.
-/// dy act `[T, H]`, `accumulator` f32 `[V, H]`.
+/// Adds a micro-batch's gradient to the embedding's accumulator: dw\[id\] += Σ dy over its
+/// positions. dy act `[T, H]`, `accumulator` f32 `[V, H]`.
 pub fn embed_backward(
     device: &Device,
     micro: &Micro,

@@ -1,6 +1,7 @@
 //! The head: final norm, logits in chunks of rows that have a target, loss and its gradient fused.
 //!
-//!     n = norm(x)·w     z = n\[rows\]·Wᵀ     loss = logsumexp(z) − z\[target\]     dz = (softmax(z) − onehot)/count
+//!     n = norm(x)·w     z = n\[rows\]·Wᵀ     loss = logsumexp(z) − z\[target\]     dz =
+//!     (softmax(z) − onehot)/count
 
 use super::{range_of, tensor_view};
 use crate::data::{IGNORE, Micro};

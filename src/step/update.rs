@@ -1,4 +1,5 @@
-//! The update lane: AdamW over each tile, span by span, with spilled states streaming through slabs.
+//! The update lane: AdamW over each tile, span by span, with spilled states streaming through
+//! slabs.
 
 use std::collections::VecDeque;
 use std::time::Instant;

@@ -1,8 +1,8 @@
 //! metrics.jsonl: one line a step, an evaluation or a commit, with enough digits to read back the
 //! same floats.
 //!
-//! After a resume the lines of steps that were lost with the crash are taken out, so that a step has
-//! one line.
+//! After a resume the lines of steps that were lost with the crash are taken out, so that a step
+//! has one line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, BufWriter, Write};

@@ -99,7 +99,8 @@ impl Geometry {
         (1 << wanted.ilog2()).min(128)
     }
 
-    /// All units: sequences in order, in each the last queries first (they cost most), heads within.
+    /// All units: sequences in order, in each the last queries first (they cost most), heads
+    /// within.
     fn units(self, bounds: &[u32]) -> Vec<Unit> {
         let block = self.queries();
         let mut units = Vec::new();

@@ -3,8 +3,8 @@
 //! - The output is cut into panels whose size depends on its shape alone; rayon runs panels, and
 //!   within one the `gemm` crate runs on the calling thread. One thread makes all terms of a sum,
 //!   in an order that the shape fixes.
-//! - Transposes are strides. Only where a transposed right side (weights in forward) has a stride of
-//!   whole half-kilobytes, whose lines share a few cache sets and make the crate's packing slow
+//! - Transposes are strides. Only where a transposed right side (weights in forward) has a stride
+//!   of whole half-kilobytes, whose lines share a few cache sets and make the crate's packing slow
 //!   (67 against 87 GFLOP/s), is it turned piece by piece in a buffer of the thread (0.4 MiB).
 //!
 //! What the matrices mean is `ops`' to say.
@@ -223,7 +223,8 @@ unsafe fn multiply_turned(size: Size, a: Matrix, b: Matrix, out: Output, accumul
     });
 }
 
-/// turned\[p\]\[column\] = b\[p\]\[column\], 16 by 16: whole lines are read, in whichever set they lie.
+/// turned\[p\]\[column\] = b\[p\]\[column\], 16 by 16: whole lines are read, in whichever set they
+/// lie.
 ///
 /// # Safety
 /// b is `[depth, columns]` with contiguous columns, in bounds.

@@ -95,7 +95,8 @@ impl CpuDevice {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len()) };
     }
 
-    /// Copies the arena's bytes from `offset` to `bytes`. May run beside operations on other ranges.
+    /// Copies the arena's bytes from `offset` to `bytes`. May run beside operations on other
+    /// ranges.
     pub fn copy_out(&self, offset: u64, bytes: &mut [u8]) {
         let at = self.at(offset, bytes.len() as u64);
         // SAFETY: in bounds by `at`; the schedule lets nobody write the range meanwhile.

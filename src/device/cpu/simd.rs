@@ -2,7 +2,8 @@
 //!
 //! - [`vectorised!`] makes a function for AVX-512, for AVX2 with FMA and for the plain target, and
 //!   chooses at run time. The body is one, so the order of operations is one: every fused
-//!   multiply-add is written as `mul_add` and the compiler adds none, so all three give the same bits.
+//!   multiply-add is written as `mul_add` and the compiler adds none, so all three give the same
+//!   bits.
 //! - Sums run in [`LANES`] lanes whatever the vector width, and are folded in a fixed order.
 //!
 //! No parallelism here: callers cut fixed pieces.
@@ -15,7 +16,10 @@ const F32_SUM_MAX: usize = 256;
 
 /// Declares a function whose body is compiled for each vector width and chosen at run time.
 macro_rules! vectorised {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+    (
+        $(#[$meta:meta])*
+        $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block
+    ) => {
         $(#[$meta])*
         $vis fn $name($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
