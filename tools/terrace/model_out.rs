@@ -39,7 +39,7 @@ pub(crate) struct Source {
 
 /// Weights that were opened, with the run that they belong to.
 enum Weights {
-    Commit(CommittedWeights),
+    Commit(Box<CommittedWeights>),
     Files(WeightSource),
 }
 
@@ -77,7 +77,7 @@ impl Source {
             config,
             spec,
             model_json,
-            weights: Weights::Commit(committed),
+            weights: Weights::Commit(Box::new(committed)),
         })
     }
 }

@@ -345,7 +345,7 @@ impl Console {
         }
         // Every step of a short run; about a hundred lines of a long one.
         let every = (self.total / 100).max(1);
-        if report.step % every == 0 || report.step == self.total {
+        if report.step.is_multiple_of(every) || report.step == self.total {
             let done = (report.step - self.first) as f64;
             let left = (self.total - report.step) as f64;
             let left_seconds = self.started.elapsed().as_secs_f64() / done * left;
