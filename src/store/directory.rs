@@ -20,7 +20,7 @@ pub(super) fn prepare(directory: &Path) -> Result<()> {
         .recursive(true)
         .mode(0o700)
         .create(directory)
-        .map_err(|e| Error::io("create", directory, e))?;
+        .map_err(|e| unwritable("create", directory, e))?;
     let found =
         std::fs::symlink_metadata(directory).map_err(|e| Error::io("look at", directory, e))?;
     let refused = |expected: &str, got: &str| {
@@ -45,6 +45,15 @@ pub(super) fn prepare(directory: &Path) -> Result<()> {
     Ok(())
 }
 
+fn unwritable(action: &'static str, path: &Path, source: io::Error) -> Error {
+    Error::Io {
+        action,
+        path: path.to_path_buf(),
+        source,
+        remedy: "; name a directory that can be written".to_string(),
+    }
+}
+
 /// Takes the directory's lock, named `name`, for the life of the file returned.
 pub(super) fn lock(directory: &Path, name: &str) -> Result<File> {
     let path = directory.join(name);
@@ -56,7 +65,7 @@ pub(super) fn lock(directory: &Path, name: &str) -> Result<File> {
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC)
         .open(&path)
-        .map_err(|e| Error::io("open", &path, e))?;
+        .map_err(|e| unwritable("open", &path, e))?;
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
