@@ -36,6 +36,16 @@ pub const CONFIG_BYTES_MAX: u64 = 4 << 20;
 /// Those of [`ModelSpec::from_config_json`]; I/O; a file that is too large or not UTF-8.
 pub fn read_config(dir: &Path) -> Result<(ModelSpec, Value)> {
     let path = dir.join("config.json");
+    if !dir.is_dir() {
+        let got = if dir.exists() { "a file" } else { "nothing" };
+        return Err(Error::input(
+            "model directory",
+            printable_path(dir),
+            "a directory with config.json",
+            got,
+            "name one: model.path in run.toml, or --model",
+        ));
+    }
     let text = read_text(dir, "config.json", CONFIG_BYTES_MAX)?;
     let place = printable_path(&path);
     let spec = ModelSpec::from_config_json(&text, &place)?;
@@ -87,8 +97,12 @@ fn open_regular(dir: &Path, name: &str) -> Result<(File, u64)> {
         )
     };
     let canonical = |path: &Path| {
-        path.canonicalize()
-            .map_err(|source| Error::io("open", path, source))
+        path.canonicalize().map_err(|source| Error::Io {
+            action: "open",
+            path: path.to_path_buf(),
+            source,
+            remedy: "; fetch the model again".to_string(),
+        })
     };
     let (root, target) = (canonical(dir)?, canonical(&path)?);
     if !target.starts_with(&root) && !blobs_of(&root).is_some_and(|b| target.starts_with(b)) {

@@ -386,7 +386,7 @@ impl Target {
         let replaces = match dir.symlink_metadata() {
             Ok(metadata) if !options.overwrite || !metadata.is_dir() => {
                 let got = "one that is there".to_string();
-                let remedy = "choose another, or ask for overwrite if it is an export";
+                let remedy = "choose another, or pass --overwrite if it is an export";
                 return Err(refuse("a new directory", got, remedy));
             }
             Ok(_) => true,

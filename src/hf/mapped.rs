@@ -2,8 +2,8 @@
 //!
 //! - Pages are dropped from the process once they were read, so that importing a model takes no
 //!   memory beyond the plan's.
-//! - The length is checked against the file again before each read. A file that another program cuts
-//!   during the read itself ends the process with SIGBUS: the price of a mapping.
+//! - The length is checked against the file again before each read. A file that another program
+//!   cuts during the read itself ends the process with SIGBUS: the price of a mapping.
 
 use std::fs::File;
 use std::io;

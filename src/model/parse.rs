@@ -125,7 +125,7 @@ fn family(keys: &Keys) -> Result<Family> {
     let Some((family, _, class)) = FAMILIES.into_iter().find(|(_, known, _)| known == name) else {
         return Err(Error::Unsupported {
             what: "architecture",
-            got: format!("model_type {}", printable(name)),
+            got: format!("{}: model_type {}", keys.place, printable(name)),
             supported: supported(),
         });
     };
@@ -137,7 +137,7 @@ fn family(keys: &Keys) -> Result<Family> {
         }
         Some(other) => Err(Error::Unsupported {
             what: "architecture",
-            got: format!("{} of model_type {name}", show(other)),
+            got: format!("{}: {} of model_type {name}", keys.place, show(other)),
             supported: FAMILIES.map(|(_, _, class)| class).join(", "),
         }),
     }
