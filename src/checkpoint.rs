@@ -7,6 +7,10 @@
 //!
 //! The bytes on disk are `store::checkpoint`'s.
 
+mod inspect;
+
+pub use inspect::{CommitSummary, Inspection, Verified};
+
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -177,6 +181,19 @@ impl Checkpoints {
             engine: config.memory.io_engine,
             memory: vec![tiers.ring.span()],
         };
+        let no_commit = |directory: &Path| {
+            Error::input(
+                "resume",
+                directory.display().to_string(),
+                "a commit",
+                "none",
+                "start without --resume, or name its checkpoint.dir or log.dir",
+            )
+        };
+        // Nothing is made where there is nothing to resume from.
+        if !fresh && !CheckpointStore::exists(&directory) {
+            return Err(no_commit(&directory));
+        }
         let store = CheckpointStore::open_or_create(&directory, &store_spec)?;
         let checkpoints = Checkpoints { store, directory };
         let steps = checkpoints.steps()?;
@@ -188,13 +205,7 @@ impl Checkpoints {
                 format!("commits up to step {step}"),
                 "pass --resume to go on, or choose another checkpoint.dir or log.dir",
             )),
-            (None, false) => Err(Error::input(
-                "resume",
-                checkpoints.directory.display().to_string(),
-                "a commit",
-                "none",
-                "start without --resume",
-            )),
+            (None, false) => Err(no_commit(&checkpoints.directory)),
             _ => Ok(checkpoints),
         }
     }

@@ -185,6 +185,11 @@ impl Error {
         }
     }
 
+    /// Whether the reader of a tool's output went away, which ends the tool quietly.
+    pub fn is_broken_pipe(&self) -> bool {
+        matches!(self, Error::Io { source, .. } if source.kind() == io::ErrorKind::BrokenPipe)
+    }
+
     /// An [`Error::Input`] from its five facts.
     pub fn input(
         what: &'static str,

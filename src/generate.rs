@@ -41,8 +41,17 @@ pub fn generate(
     sampling: Sampling,
     mut each: impl FnMut(u32) -> Result<bool>,
 ) -> Result<()> {
+    if tokens.is_empty() {
+        return Err(Error::input(
+            "generate",
+            "the prompt",
+            "at least one token",
+            "none",
+            "give a text to continue",
+        ));
+    }
     let longest = engine.plan().map.shape.seq_len;
-    if tokens.is_empty() || tokens.len() as u64 + count > longest + 1 {
+    if tokens.len() as u64 + count > longest + 1 {
         return Err(Error::input(
             "generate",
             "prompt and --tokens",

@@ -13,7 +13,7 @@ mod report;
 mod setup;
 
 pub use report::{Metrics, StepReport};
-pub use setup::{Budget, build_engine, measure_rates, resolve_budgets};
+pub use setup::{Budget, build_engine, resolve_budgets};
 
 use std::path::Path;
 use std::sync::Arc;
@@ -169,29 +169,26 @@ impl Trainer {
         trace: bool,
     ) -> Result<Trainer> {
         let mut notes = Vec::new();
+        // Weights that do not fit the model are refused before memory is taken or a file made.
+        let fresh = start == Start::Fresh;
+        let weights = fresh.then(|| run.weights()).transpose()?;
         let (engine, sentences) = build_engine(&run.spec, &run.config, plan, budget, trace)?;
         notes.extend(sentences);
         let tiers = engine.tiers();
         let mut checkpoints = match run.config.checkpoint.every {
-            0 if start == Start::Fresh => None,
-            _ => Some(Checkpoints::open(
-                &run.config,
-                &run.spec,
-                tiers,
-                start == Start::Fresh,
-            )?),
+            0 if fresh => None,
+            _ => Some(Checkpoints::open(&run.config, &run.spec, tiers, fresh)?),
         };
         let (mut step, mut tokens) = (0, 0);
         let mut batches_at = None;
-        match (start, &mut checkpoints) {
-            (Start::Fresh, _) => {
-                let weights = run.weights()?;
+        match (weights, &mut checkpoints) {
+            (Some(weights), _) => {
                 notes.extend(weights.notes().iter().cloned());
                 tiers.initialise(|layer, elements, out| {
                     weights.fill(tiers.layout(layer), elements, out)
                 })?;
             }
-            (start, Some(checkpoints)) => {
+            (None, Some(checkpoints)) => {
                 let wanted = if let Start::Step(step) = start {
                     Some(step)
                 } else {
@@ -202,7 +199,7 @@ impl Trainer {
                 (step, tokens) = (progress.step, progress.tokens);
                 batches_at = Some(progress.cursor);
             }
-            (_, None) => unreachable!("a resume opens its checkpoints"),
+            (None, None) => unreachable!("a resume opens its checkpoints"),
         }
         if let Some(checkpoints) = &checkpoints {
             notes.extend(checkpoints.sentences());

@@ -101,16 +101,12 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if error.is_broken_pipe() => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("terrace: {error}");
             ExitCode::from(error.exit_code())
         }
     }
-}
-
-fn is_broken_pipe(error: &Error) -> bool {
-    matches!(error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
 fn ignore_file_size_signal() {
@@ -119,11 +115,15 @@ fn ignore_file_size_signal() {
 }
 
 fn init(path: &std::path::Path) -> Result<()> {
-    let mut file = std::fs::File::create_new(path).map_err(|source| Error::Io {
-        action: "make",
-        path: path.to_path_buf(),
-        source,
-        remedy: "; name a file that does not exist".to_string(),
+    let mut file = std::fs::File::create_new(path).map_err(|source| match source.kind() {
+        std::io::ErrorKind::AlreadyExists => Error::input(
+            "init",
+            path.display().to_string(),
+            "a file that does not exist",
+            "one that is there",
+            "name another",
+        ),
+        _ => Error::io("make", path, source),
     })?;
     let text = terrace::config::parse::commented_template();
     file.write_all(text.as_bytes())

@@ -103,6 +103,11 @@ pub struct CheckpointStore {
 }
 
 impl CheckpointStore {
+    /// Whether `directory` has a store.
+    pub fn exists(directory: &Path) -> bool {
+        directory.join(FILE_NAME).symlink_metadata().is_ok()
+    }
+
     /// Opens the store in `directory`, or makes it: reserved and filled with zeros, which takes as
     /// long as writing (keep + 1) commits.
     ///
@@ -134,7 +139,12 @@ impl CheckpointStore {
     /// As [`CheckpointStore::open_or_create`]; [`Error::Io`] if there is none.
     pub fn open_existing(directory: &Path) -> Result<CheckpointStore> {
         let path = directory.join(FILE_NAME);
-        std::fs::symlink_metadata(&path).map_err(|e| Error::io("open", &path, e))?;
+        std::fs::symlink_metadata(&path).map_err(|source| Error::Io {
+            action: "open",
+            path: path.clone(),
+            source,
+            remedy: "; name a run's checkpoint.dir".to_string(),
+        })?;
         let lock = directory::lock(directory, LOCK_NAME)?;
         let probe = disk::probe(directory, None)?;
         let mut store = CheckpointStore::open_file(&path, &probe, None)?;

@@ -1,18 +1,16 @@
-//! Memory and engine of a run: what `"auto"` comes to, arenas, scratch store, measured rates.
+//! Memory and engine of a run: what `"auto"` comes to, arenas, scratch store.
 
 use std::path::PathBuf;
-use std::time::Instant;
 
 use crate::config::{RunConfig, Size, StorePath};
-use crate::device::{Device, Dtype, View};
+use crate::device::Device;
 use crate::error::Result;
 use crate::host::HostArena;
 use crate::machine::{self, HostMemory};
 use crate::model::ModelSpec;
-use crate::optimizer::{self, AdamwStep, GradientSpan, Isa, WeightSpan};
+use crate::optimizer::Isa;
 use crate::plan::regions::{DeviceMap, DeviceShape};
 use crate::plan::{Budgets, DeviceProfile, Plan};
-use crate::schedule::simulate::Rates;
 use crate::stats::Stats;
 use crate::step::Engine;
 use crate::store::{Scratch, StoredSection};
@@ -165,65 +163,4 @@ pub(crate) fn stored_sections(
         }
     }
     sections
-}
-
-/// Rates of this machine's CPU device, measured in a fraction of a second; the store's are what a
-/// common NVMe drive does until `terrace-bench profile` has measured it.
-pub fn measure_rates() -> Result<Rates> {
-    let (gemm, copy) = measure_device()?;
-    Ok(Rates {
-        gemm,
-        promote: copy,
-        demote: copy,
-        store_read: 1.5e9,
-        store_write: 1.5e9,
-        adamw: measure_adamw()?,
-        shared_cores: true,
-    })
-}
-
-/// FLOP/s of a matrix product, and bytes a second of a copy into the arena.
-fn measure_device() -> Result<(f64, f64)> {
-    const SIDE: u64 = 768;
-    let matrix = SIDE * SIDE;
-    let device = Device::cpu(3 * matrix * 4)?;
-    let view = |index: u64| View::new(index * matrix * 4, matrix, Dtype::F32);
-    device.fill(view(0), 0.5);
-    device.fill(view(1), 0.25);
-    let multiply = || device.linear_forward(view(0), view(1), None, view(2), SIDE, false);
-    multiply();
-    let gemm = 2.0 * (SIDE * matrix) as f64 / fastest_seconds(5, multiply);
-    let bytes = vec![1u8; (matrix * 4) as usize];
-    let copy = bytes.len() as f64 / fastest_seconds(5, || device.copy_in(0, &bytes));
-    Ok((gemm, copy))
-}
-
-/// Parameters a second of AdamW over more than the caches.
-fn measure_adamw() -> Result<f64> {
-    const COUNT: usize = 4 << 20;
-    let mut cutter = HostArena::take(COUNT as u64 * 14 + (5 << 12))?;
-    let mut leases = [2u64, 2, 4, 4, 2].map(|width| cutter.cut(COUNT as u64 * width));
-    let step = AdamwStep::new(1e-4, [0.9, 0.999], 1e-8, 0.01, 1, 1.0);
-    let isa = Isa::detect();
-    let seconds = fastest_seconds(3, || {
-        let [weight, residual, moment1, moment2, gradient] = &mut leases;
-        let span = WeightSpan::Split {
-            weight: weight.as_mut_slice(),
-            residual: residual.as_mut_slice(),
-        };
-        let gradient = GradientSpan::Bf16(gradient.as_slice());
-        let (moment1, moment2) = (moment1.as_mut_slice(), moment2.as_mut_slice());
-        optimizer::adamw_parallel(isa, &step, COUNT, span, moment1, moment2, gradient);
-    });
-    Ok(COUNT as f64 / seconds)
-}
-
-fn fastest_seconds(times: u32, mut work: impl FnMut()) -> f64 {
-    let mut fastest = f64::INFINITY;
-    for _ in 0..times {
-        let started = Instant::now();
-        work();
-        fastest = fastest.min(started.elapsed().as_secs_f64());
-    }
-    fastest.max(1e-9)
 }

@@ -10,11 +10,12 @@ use terrace::data::{Dataset, TextTokenizer};
 use terrace::error::{Error, Result};
 use terrace::hf;
 use terrace::machine::{self, HostMemory};
+use terrace::measure::measure_rates;
 use terrace::optimizer::Isa;
 use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::simulate::{Rates, simulate};
-use terrace::train::{measure_rates, model_dir, resolve_budgets};
+use terrace::train::{model_dir, resolve_budgets};
 
 use crate::{RunFile, say};
 

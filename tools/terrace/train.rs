@@ -14,10 +14,11 @@ use terrace::config::RunConfig;
 use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
 use terrace::generate::{Sampling, generate};
+use terrace::measure::measure_rates;
 use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::simulate::{Prediction, simulate};
-use terrace::train::{Run, Start, StepReport, Trainer, measure_rates, resolve_budgets};
+use terrace::train::{Run, Start, StepReport, Trainer, resolve_budgets};
 use terrace::{machine, quickstart};
 
 use crate::say;
