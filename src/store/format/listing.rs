@@ -231,10 +231,8 @@ fn decode_entries(
             return flaw("extent offset", place, end, found.offset);
         }
         let most = EXTENT_ELEMENTS * found.element_bytes;
-        if found.payload == 0
-            || found.payload > most
-            || !found.payload.is_multiple_of(found.element_bytes)
-        {
+        let whole = found.payload.is_multiple_of(found.element_bytes);
+        if found.payload == 0 || found.payload > most || !whole {
             return flaw(
                 "extent payload",
                 place,
