@@ -2,6 +2,7 @@
 //! clear line; every token comes once an epoch, and a cursor resumes exactly.
 //! Method: goldens by transformers (`golden/make_data.py`), a table of bad inputs with their whole
 //! messages, and properties on random rows.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
