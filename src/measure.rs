@@ -1,8 +1,8 @@
 //! What this machine does: rates of its hops, of matrix products and of AdamW, measured.
 //!
 //! - [`measure_rates`] takes a fraction of a second and no disk: what a plan on this machine uses.
-//! - [`Hops::measure`] takes seconds and writes a store of the size given, through the scratch class
-//!   that a run spills with; what it wrote is gone when it returns.
+//! - [`Hops::measure`] takes seconds and writes a store of the size given, through the scratch
+//!   class that a run spills with; what it wrote is gone when it returns.
 //! - Rates are of the fastest of a few runs: what the hop can do, not what neighbours leave of it.
 
 use std::path::{Path, PathBuf};
