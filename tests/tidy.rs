@@ -64,14 +64,10 @@ const FUNCTION_LINES_MAX: usize = 70;
 const COLUMNS_MAX: usize = 100;
 
 /// What is longer than it should be, with the length it has: it may shrink and never grow.
-const LONG_FILES: &[(&str, usize)] = &[
-    ("src/store/checkpoint.rs", 846),
-    ("src/store/format.rs", 754),
-];
+const LONG_FILES: &[(&str, usize)] = &[("src/store/checkpoint.rs", 647)];
 const LONG_FUNCTIONS: &[(&str, usize)] = &[
     ("src/schedule.rs link_previous", 85),
     ("src/schedule/simulate.rs work", 72),
-    ("src/store/format.rs decode_entries", 71),
 ];
 
 fn longest(list: &[(&str, usize)], name: &str, otherwise: usize) -> usize {
@@ -148,7 +144,7 @@ impl Source {
     /// `plan` of src/plan.rs and src/plan/print.rs; `None` of lib.rs.
     fn room(&self) -> Option<&str> {
         let inside = self.path.strip_prefix("src/")?;
-        if inside == "store/format.rs" {
+        if inside.starts_with("store/format") {
             return Some("store/format");
         }
         let first = inside.split('/').next().unwrap();
@@ -435,7 +431,7 @@ fn unsafe_stands_only_in_the_rooms_that_lift_it() {
             if word == "unsafe" && !may_be_unsafe(&source.path) {
                 offences.push(source.at(at, "unsafe"));
             }
-            if word == "unsafe_code" && source.code[..at].ends_with("allow(") {
+            if word == "unsafe_code" && source.code[..at].trim_end().ends_with("allow(") {
                 let rest = &source.code[at..];
                 let module = rest.find("mod ").map(|found| &rest[found + 4..]).unwrap();
                 let name = module.split(';').next().unwrap();
