@@ -215,8 +215,10 @@ fn check_ranges(
     data_bytes: u64,
     fault: &Fault,
 ) -> Result<HashMap<String, TensorEntry>> {
-    let mut order: Vec<(&str, u64, u64)> = Vec::with_capacity(raw.len());
-    for (name, entry) in &raw {
+    // By name last, so that the message does not depend on the order of the map.
+    let mut order: Vec<(&str, &RawEntry)> = raw.iter().map(|(n, e)| (n.as_str(), e)).collect();
+    order.sort_unstable_by_key(|(name, entry)| (entry.data_offsets, *name));
+    for (name, entry) in &order {
         let [begin, end] = entry.data_offsets;
         if begin > end {
             return Err(fault.tensor(
@@ -245,14 +247,12 @@ fn check_ranges(
                 return Err(fault.tensor(name, "a shape within the file", got));
             }
         }
-        order.push((name, begin, end));
     }
-    // By name last, so that the message does not depend on the order of the map.
-    order.sort_unstable_by_key(|(name, begin, end)| (*begin, *end, *name));
     let mut previous = ("the header", 0);
-    for (name, begin, end) in &order {
-        if *begin != previous.1 {
-            let fault_kind = if *begin < previous.1 {
+    for (name, entry) in &order {
+        let [begin, end] = entry.data_offsets;
+        if begin != previous.1 {
+            let fault_kind = if begin < previous.1 {
                 "overlap"
             } else {
                 "hole"
@@ -261,7 +261,7 @@ fn check_ranges(
             let expected = printable(&expected);
             return Err(fault.tensor(name, expected, format!("byte {begin}: {fault_kind}")));
         }
-        previous = (name, *end);
+        previous = (name, end);
     }
     if previous.1 != data_bytes {
         let expected = format!("{} bytes of tensors, as the header says", previous.1);
