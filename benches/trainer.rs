@@ -2,11 +2,13 @@
 //! cost?
 //!
 //! Method: the shapes of SmolLM2-135M with random weights and tokens (or a model directory's), each
-//! configuration in a process of its own, medians of steps after two of warm-up. Limits: peak memory
-//! beside the plan's total; a spilled step beside the longer of the unspilled step and the disk alone,
-//! whose time is measured by streaming the same extents through the same store without arithmetic.
+//! configuration in a process of its own, medians of steps after two of warm-up. Limits: peak
+//! memory beside the plan's total; a spilled step beside the longer of the unspilled step and the
+//! disk alone, whose time is measured by streaming the same extents through the same store without
+//! arithmetic.
 //!
-//!     cargo bench --bench trainer -- [--seq-len 1024] [--steps 6] [--dir DIRECTORY] [--model DIRECTORY]
+//!     cargo bench --bench trainer -- [--seq-len 1024] [--steps 6] [--dir DIRECTORY] \
+//!         [--model DIRECTORY]
 //!
 //! tok/s of transformers on the same machine: benches/reference/torch_cpu.py.
 
@@ -113,7 +115,8 @@ fn compare(arguments: &Arguments) -> Result<()> {
     for (name, value) in [("all in host", &host), ("states spilled", &spilled)] {
         let (peak, plan) = (number(value, "peak_bytes"), number(value, "plan_bytes"));
         println!(
-            "{name:15} {:8.3} s a step {:8.0} tok/s; peak memory {:.3} GiB, plan {:.3} GiB, {:.1} %",
+            "{name:15} {:8.3} s a step {:8.0} tok/s; \
+             peak memory {:.3} GiB, plan {:.3} GiB, {:.1} %",
             number(value, "step_seconds"),
             number(value, "tokens_per_second"),
             peak / GIB,

@@ -311,8 +311,8 @@ impl Checkpoints {
     }
 }
 
-/// Whether little-endian weights hold an infinity or NaN: an update can carry a finite master beyond
-/// bf16, and no loss has seen it yet.
+/// Whether little-endian weights hold an infinity or NaN: an update can carry a finite master
+/// beyond bf16, and no loss has seen it yet.
 fn has_non_finite(bytes: &[u8], precision: Precision) -> bool {
     // All ones in the exponent, which are the upper bits of the last two bytes of either format.
     let width = Section::Weight.element_bytes(precision) as usize;

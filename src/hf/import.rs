@@ -100,8 +100,8 @@ impl WeightSource {
     /// Values of `elements` of a tile, zero where no tensor lies.
     ///
     /// # Errors
-    /// [`Error::Io`] where a file cannot be read; [`Error::Input`] for a value that is not finite, or
-    /// a tensor that the model this source was opened for does not have.
+    /// [`Error::Io`] where a file cannot be read; [`Error::Input`] for a value that is not finite,
+    /// or a tensor that the model this source was opened for does not have.
     ///
     /// # Panics
     /// If `out` is not as long as `elements`, or they are past the tile's end.
