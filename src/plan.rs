@@ -306,8 +306,14 @@ fn plan_device(
     };
     let map = DeviceMap::new(spec, shape);
     if map.bytes > budget {
-        let per_micro = least.anchor_bytes * (u64::from(spec.blocks) + 1);
-        let fixed = least.bytes - per_micro * micros;
+        let anchors = if shape.trains {
+            u64::from(spec.blocks) + 1
+        } else {
+            1
+        };
+        // A micro-batch's anchors, and what of it must be kept.
+        let per_micro = anchors * map.anchor_bytes + shape.kept / micros * map.workspace.bytes;
+        let fixed = map.bytes - per_micro * micros;
         let largest = budget.saturating_sub(fixed) / per_micro;
         let remedy = if config.memory.recompute == Recompute::None && least.bytes <= budget {
             "set memory.recompute = \"auto\", or raise memory.device".to_string()
@@ -419,13 +425,10 @@ fn place_sections(
         })
         .collect();
     let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
-    let held = Section::ALL
-        .into_iter()
-        .filter(|section| present(*section).is_some());
-    let held: Vec<Section> = held.collect();
+    let held = || Section::ALL.into_iter().filter(|s| present(*s).is_some());
     let all: u64 = tiles
         .iter()
-        .flat_map(|tile| held.iter().map(|s| slot(tile, *s)))
+        .flat_map(|tile| held().map(|s| slot(tile, s)))
         .sum();
     let mut overflow = (host.bytes + all).saturating_sub(budgets.host);
     let groups: [&[Section]; 3] = [
@@ -434,7 +437,12 @@ fn place_sections(
         &[Section::Weight],
     ];
     let mut homes = all;
+    let mut spilled: Vec<(usize, Section)> = Vec::new();
     for sections in groups {
+        if overflow == 0 {
+            break;
+        }
+        spilled.clear();
         // Last layers first: the update reads them last.
         let mut left: Vec<(usize, Section)> = (0..tiles.len())
             .rev()
@@ -452,14 +460,43 @@ fn place_sections(
             let (tile, section) = left.remove(ending.unwrap_or(0));
             let bytes = slot(&tiles[tile], section);
             tiles[tile].homes[section as usize] = Some(Home::Store);
+            spilled.push((tile, section));
             overflow = overflow.saturating_sub(bytes);
             homes -= bytes;
         }
     }
+    homes += put_back(
+        &mut tiles,
+        spilled,
+        precision,
+        budgets.host.saturating_sub(host.bytes + homes),
+    );
     host.homes = homes;
     host.bytes += homes;
     refuse_overflow(&tiles, precision, host, budgets)?;
     Ok(tiles)
+}
+
+/// The section that ended the overflow may have made room for some that went before it. Gives those
+/// of `spilled` that fit into `room` a home in host again; the bytes that they take. Only for the
+/// group that was spilled last: states are spilled before weights.
+fn put_back(
+    tiles: &mut [TilePlan],
+    mut spilled: Vec<(usize, Section)>,
+    precision: Precision,
+    room: u64,
+) -> u64 {
+    let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
+    spilled.sort_by_key(|(tile, section)| std::cmp::Reverse(slot(&tiles[*tile], *section)));
+    let mut taken = 0;
+    for (tile, section) in spilled {
+        let bytes = slot(&tiles[tile], section);
+        if taken + bytes <= room {
+            tiles[tile].homes[section as usize] = Some(Home::Host);
+            taken += bytes;
+        }
+    }
+    taken
 }
 
 fn refuse_overflow(
