@@ -1,0 +1,574 @@
+//! Goal: a plan never exceeds a budget nor spills more than it must, or says what is missing; a
+//! schedule is right under every interleaving of its lanes, and each of its waits is needed.
+//! Method: random small models, budgets and settings (proptest shrinks them; PROPTEST_RNG_SEED sets
+//! the seed). Schedules are replayed over three steps on the machine in `plan_schedule/machine.rs`,
+//! with lanes picked at random and at the extremes. Then each wait is taken out: unless other waits
+//! imply it, starting its action as early as the rest allows must be caught.
+
+#[path = "plan_schedule/machine.rs"]
+mod machine;
+#[path = "support/tiny.rs"]
+mod support;
+
+use std::collections::BTreeMap;
+
+use machine::{At, Machine, ancestors};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+use terrace::Error;
+use terrace::config::{Recompute, RunConfig};
+use terrace::model::ModelSpec;
+use terrace::plan::regions::DeviceMap;
+use terrace::plan::{Budgets, DeviceProfile, Home, Plan, Purpose, TilePlan};
+use terrace::schedule::{Action, Form, Lane, Schedule};
+use terrace::tile::{GradientDtype, Precision, Section};
+
+const STEPS: u64 = 3;
+const PLENTY: u64 = 1 << 50;
+
+/// A model and a run of it.
+#[derive(Clone)]
+struct Case {
+    spec: ModelSpec,
+    config: RunConfig,
+}
+
+impl std::fmt::Debug for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (s, toml) = (&self.spec, self.config.to_toml());
+        let set: Vec<&str> = toml.lines().filter(|line| line.contains('=')).collect();
+        let size = (s.blocks, s.hidden, s.vocab_size, s.tied);
+        write!(
+            f,
+            "(blocks, hidden, vocab, tied) = {size:?}; {}",
+            set.join("; ")
+        )
+    }
+}
+
+impl Case {
+    fn plan(&self, budgets: Budgets) -> Result<Plan, Error> {
+        self.plan_for(budgets, Purpose::Train)
+    }
+
+    fn plan_for(&self, budgets: Budgets, purpose: Purpose) -> Result<Plan, Error> {
+        Plan::new(
+            &self.spec,
+            &self.config,
+            &DeviceProfile::cpu(),
+            budgets,
+            purpose,
+        )
+    }
+
+    /// The plan with all in host.
+    fn roomy(&self) -> Plan {
+        self.plan(budgets(PLENTY, PLENTY, 0))
+            .expect("everything fits")
+    }
+}
+
+/// No file of regressions is written.
+fn random_cases(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..Default::default()
+    }
+}
+
+fn budgets(device: u64, host: u64, store: u64) -> Budgets {
+    Budgets {
+        device,
+        host,
+        store,
+    }
+}
+
+prop_compose! {
+    fn cases()(
+        blocks in 1u16..=6,
+        hidden in prop::sample::select(vec![16u64, 64]),
+        vocab in prop::sample::select(vec![17u64, 300, 4000]),
+        tied: bool,
+        micros in 1u64..=4,
+        buffers in 1u64..=8,
+        slabs in 4u64..=16,
+        clips: bool,
+        fp32: bool,
+        long_gradients: bool,
+        recompute in prop::sample::select(vec![Recompute::Auto, Recompute::All, Recompute::None]),
+    ) -> Case {
+        let spec = support::spec(blocks, hidden, vocab, tied);
+        let mut config = support::config(32, micros);
+        config.memory.buffers = buffers;
+        config.memory.slabs = slabs;
+        config.memory.recompute = recompute;
+        config.train.max_grad_norm = if clips { 1.0 } else { 0.0 };
+        config.model.precision = if fp32 { Precision::Fp32 } else { Precision::Bf16 };
+        if long_gradients {
+            config.train.gradient_dtype = GradientDtype::F32;
+        }
+        Case { spec, config }
+    }
+}
+
+fn sections(plan: &Plan) -> Vec<(&TilePlan, Section)> {
+    let present = |tile| Section::present(plan.precision).map(move |section| (tile, section));
+    plan.tiles.iter().flat_map(present).collect()
+}
+
+fn spilled(plan: &Plan) -> Vec<(Section, u64)> {
+    let of_store = sections(plan).into_iter();
+    of_store
+        .filter(|(tile, section)| tile.home(*section) == Home::Store)
+        .map(|(tile, section)| {
+            (
+                section,
+                tile.layout.section_slot_bytes(section, plan.precision),
+            )
+        })
+        .collect()
+}
+
+/// Moments go first, then residuals, then weights.
+fn rank(section: Section) -> u8 {
+    match section {
+        Section::Moment1 | Section::Moment2 => 0,
+        Section::Residual => 1,
+        Section::Weight => 2,
+    }
+}
+
+fn check_homes(plan: &Plan) -> Result<(), TestCaseError> {
+    let mut homes = 0;
+    for tile in &plan.tiles {
+        for section in Section::ALL {
+            let present = section.element_bytes(plan.precision) > 0;
+            prop_assert_eq!(tile.homes[section as usize].is_some(), present);
+            if tile.homes[section as usize] == Some(Home::Host) {
+                homes += tile.layout.section_slot_bytes(section, plan.precision);
+            }
+        }
+    }
+    let rings = plan.host.slabs * plan.host.slab_bytes;
+    prop_assert_eq!(plan.host.homes, homes);
+    prop_assert_eq!(plan.host.bytes, homes + plan.host.gradients + rings);
+    prop_assert!(plan.host.bytes <= plan.budgets.host);
+    prop_assert!(plan.map.bytes <= plan.budgets.device);
+    prop_assert!(plan.spilled_bytes <= plan.budgets.store);
+    let spilled = spilled(plan);
+    let Some(last) = spilled.iter().map(|(section, _)| rank(*section)).max() else {
+        return Ok(());
+    };
+    for (tile, section) in sections(plan) {
+        let in_host = tile.home(section) == Home::Host;
+        prop_assert!(
+            !in_host || rank(section) >= last,
+            "{section} of an earlier rank is in host"
+        );
+    }
+    // Only the overflow: no spilled section of the last rank would fit back into host.
+    let fitting = spilled.iter().find(|(section, bytes)| {
+        rank(*section) == last && plan.host.bytes + bytes <= plan.budgets.host
+    });
+    prop_assert_eq!(fitting, None);
+    Ok(())
+}
+
+/// Checks a refusal, and that the missing bytes are what was missing.
+fn check_refusal(case: &Case, given: Budgets, error: &Error) -> Result<(), TestCaseError> {
+    let Error::Budget {
+        tier,
+        needed,
+        budget,
+        missing,
+        remedy,
+    } = error
+    else {
+        return Err(TestCaseError::fail(format!("{error}")));
+    };
+    prop_assert_eq!(*needed, budget + missing);
+    let granted = |bytes: u64| {
+        let mut budgets = given;
+        let place = match *tier {
+            "device" => &mut budgets.device,
+            "host" => &mut budgets.host,
+            "store" => &mut budgets.store,
+            other => return Err(TestCaseError::fail(format!("tier {other}"))),
+        };
+        assert_eq!(*place, *budget);
+        *place += bytes;
+        Ok(match case.plan(budgets) {
+            Err(Error::Budget { tier, .. }) => tier.to_string(),
+            _ => "none".to_string(),
+        })
+    };
+    prop_assert_ne!(&granted(*missing)?, tier);
+    prop_assert_eq!(&granted(missing - 1)?, tier);
+    check_largest(case, given.device, remedy, Purpose::Train)
+}
+
+/// Where a remedy names the largest count of micro-batches, it fits and one more does not.
+fn check_largest(
+    case: &Case,
+    device: u64,
+    remedy: &str,
+    purpose: Purpose,
+) -> Result<(), TestCaseError> {
+    let Some(rest) = remedy.strip_prefix("train.micro_batches = ") else {
+        return Ok(());
+    };
+    let largest: u64 = rest.split(' ').next().unwrap().parse().unwrap();
+    let fits = |micros: u64| {
+        let mut case = case.clone();
+        case.config.train.micro_batches = micros;
+        case.plan_for(budgets(device, PLENTY, 0), purpose).is_ok()
+    };
+    prop_assert!(fits(largest) && !fits(largest + 1), "{remedy}");
+    Ok(())
+}
+
+/// Regions as (name, start, end); those that share memory by design have one name.
+fn regions(plan: &Plan) -> Vec<(String, u64, u64)> {
+    let map: &DeviceMap = &plan.map;
+    let bytes = |layer: u16, width: u64| plan.tiles[usize::from(layer)].layout.elements * width;
+    let weight = Section::Weight.element_bytes(plan.precision);
+    let head = plan.layer_count() - 1;
+    let mut regions = Vec::new();
+    let mut add = |name: &str, start: u64, bytes: u64| {
+        regions.push((name.to_string(), start, start + bytes));
+    };
+    for (index, start) in map.buffers.iter().enumerate() {
+        add(&format!("buffer {index}"), *start, bytes(1, weight));
+    }
+    add("head weight", map.head_weight, bytes(head, weight));
+    if let Some(start) = map.tied_weight {
+        add("tied weight", start, bytes(0, weight));
+    }
+    if let Some(start) = map.compute_weight {
+        let tied = if plan.tied { bytes(0, 4) } else { 0 };
+        add(
+            "compute weight",
+            start,
+            bytes(1, 4).max(bytes(head, 4) + tied),
+        );
+    }
+    for (index, start) in map.accumulators.iter().enumerate() {
+        add(&format!("accumulator {index}"), *start, bytes(1, 4));
+    }
+    let names = if plan.tied {
+        ["head sum", "embed sum"]
+    } else {
+        ["wide sum"; 2]
+    };
+    add(names[0], map.head_accumulator, bytes(head, 4));
+    add(names[1], map.embed_accumulator, bytes(0, 4));
+    let micros = map.shape.micros as u32;
+    for (layer, micro) in (1..=head).flat_map(|layer| (0..micros).map(move |micro| (layer, micro)))
+    {
+        let name = format!("anchor {layer} {micro}");
+        add(&name, map.anchor(layer, micro), map.anchor_bytes);
+    }
+    for (index, start) in map.kept.iter().enumerate() {
+        add(&format!("kept {index}"), *start, map.workspace.bytes);
+    }
+    add("rope", map.rope, map.shape.seq_len * 4);
+    // A block's scratch and the head's are used in turn.
+    add("scratch", map.shared_workspace, map.workspace.bytes);
+    add("scratch", map.head, map.head_scratch.bytes);
+    let backward = map.shared_workspace + map.workspace.bytes;
+    assert!(
+        map.backward >= backward,
+        "backward needs the workspace at once"
+    );
+    add("scratch", map.backward, map.backward_scratch.bytes);
+    regions
+}
+
+fn check_regions(plan: &Plan) -> Result<(), TestCaseError> {
+    let mut regions = regions(plan);
+    regions.sort_by_key(|(_, start, _)| *start);
+    for (index, (name, start, end)) in regions.iter().enumerate() {
+        prop_assert!(*end <= plan.map.bytes, "{name} leaves the arena");
+        for (other, from, _) in &regions[index + 1..] {
+            prop_assert!(
+                name == other || from >= end,
+                "{name} {start}..{end} and {other} {from}"
+            );
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(random_cases(1024))]
+
+    #[test]
+    fn a_plan_fits_its_budgets_or_says_what_is_missing(
+        case in cases(),
+        device in 0u64..=300,
+        host in 0u64..=110,
+        store in 0u64..=110,
+    ) {
+        let roomy = case.roomy();
+        let all: u64 = sections(&roomy)
+            .into_iter()
+            .map(|(tile, section)| tile.layout.section_slot_bytes(section, roomy.precision))
+            .sum();
+        // The device's is most often enough, so that the other tiers are reached.
+        let given = budgets(
+            roomy.map.bytes * device.min(100) / 100,
+            roomy.host.bytes * host / 100,
+            all * store / 100,
+        );
+        match case.plan(given) {
+            Ok(plan) => {
+                check_homes(&plan)?;
+                check_regions(&plan)?;
+                prop_assert_eq!(case.plan(given).unwrap(), plan);
+            }
+            Err(error) => check_refusal(&case, given, &error)?,
+        }
+    }
+
+    #[test]
+    fn a_forward_only_plan_holds_weights_alone(
+        case in cases(),
+        host in 0u64..=110,
+        device in 0u64..=100,
+    ) {
+        let plan = |given| case.plan_for(given, Purpose::Forward);
+        let roomy = plan(budgets(PLENTY, PLENTY, 0)).unwrap();
+        let given = budgets(roomy.map.bytes * device / 100, roomy.host.bytes * host / 100, PLENTY);
+        match plan(given) {
+            Ok(plan) => {
+                prop_assert!(plan.host.bytes <= given.host && plan.map.bytes <= given.device);
+                prop_assert!(plan.kept.is_empty());
+                let states = |tile: &TilePlan| tile.homes[1..].iter().any(Option::is_some);
+                let weights = !plan.tiles.iter().any(states);
+                prop_assert!(weights);
+            }
+            Err(Error::Budget { tier, missing, remedy, .. }) => {
+                check_largest(&case, given.device, &remedy, Purpose::Forward)?;
+                let mut more = given;
+                *(if tier == "device" { &mut more.device } else { &mut more.host }) += missing;
+                let again = plan(more);
+                let same = matches!(again, Err(Error::Budget { tier: other, .. }) if other == tier);
+                prop_assert!(!same, "{tier} is refused again");
+            }
+            Err(error) => return Err(TestCaseError::fail(format!("{error}"))),
+        }
+    }
+}
+
+/// A plan with some activations kept.
+fn keeping(case: &Case, kept: u64) -> Plan {
+    let mut case = case.clone();
+    case.config.memory.recompute = Recompute::All;
+    let least = case.roomy().map;
+    case.config.memory.recompute = Recompute::Auto;
+    let device = least.bytes + kept * least.workspace.bytes;
+    case.plan(budgets(device, PLENTY, 0))
+        .expect("everything fits")
+}
+
+fn schedules(plan: &Plan) -> Vec<Schedule> {
+    let micros = plan.map.shape.micros as u32;
+    vec![
+        Schedule::train(plan),
+        Schedule::forward_only(plan, Form::Evaluate, micros),
+        Schedule::forward_only(plan, Form::Generate, 1),
+    ]
+}
+
+/// Actions of a step: each term is one kind of action, or those of one loop.
+fn action_count(plan: &Plan, schedule: &Schedule) -> u64 {
+    let (blocks, micros) = (u64::from(plan.blocks), u64::from(schedule.micros));
+    let forward = micros + 2 * (blocks + 1) + blocks * micros + micros;
+    if schedule.form != Form::Train {
+        return forward;
+    }
+    let promotes = blocks.saturating_sub(plan.map.shape.buffers);
+    let clears = blocks + 2;
+    let finished = 3 * (blocks + 2);
+    let backward = promotes + blocks + blocks * micros + micros + clears + finished;
+    forward + backward + u64::from(plan.clipping)
+}
+
+/// Lane orders: each lane first, and each last.
+const ORDERS: [[usize; 4]; 8] = [
+    [0, 1, 2, 3],
+    [1, 0, 2, 3],
+    [2, 3, 0, 1],
+    [3, 2, 1, 0],
+    [1, 2, 3, 0],
+    [0, 2, 3, 1],
+    [0, 1, 3, 2],
+    [1, 3, 0, 2],
+];
+
+fn replay(plan: &Plan, schedule: &Schedule, seed: u64) -> Result<(), String> {
+    for order in ORDERS {
+        Machine::new(plan, schedule, STEPS).finish_in_order(order)?;
+    }
+    for round in 0..4 {
+        Machine::new(plan, schedule, STEPS).finish_at_random(seed ^ round)?;
+    }
+    Ok(())
+}
+
+/// Interleavings in which `late` starts before `early` has ended.
+fn replay_reversed(
+    plan: &Plan,
+    schedule: &Schedule,
+    early: At,
+    late: At,
+    seed: u64,
+) -> Result<(), String> {
+    for way in 0..3 {
+        let mut machine = Machine::new(plan, schedule, STEPS);
+        match way {
+            0 => {
+                machine.start_early(late)?;
+                machine.end(late)?;
+            }
+            1 => {
+                machine.start_early(early)?;
+                machine.start_early(late)?;
+                machine.end(late)?;
+            }
+            _ => {
+                machine.start_early(late)?;
+                machine.start_early(early)?;
+                machine.end(early)?;
+            }
+        }
+        machine.finish_at_random(seed)?;
+    }
+    Ok(())
+}
+
+/// Kind of an action, for the table of waits.
+fn kind(action: Action) -> String {
+    let text = format!("{action:?}");
+    text.split([' ', '{'])
+        .next()
+        .unwrap_or_default()
+        .to_string()
+}
+
+/// What came of taking out each wait.
+#[derive(Default)]
+struct Waits {
+    caught: u64,
+    /// Kinds of waits that other paths imply, with their count.
+    implied: BTreeMap<String, u64>,
+    /// Waits that nothing implies and no interleaving missed.
+    needless: Vec<String>,
+}
+
+fn take_out_each(plan: &Plan, schedule: &Schedule, seed: u64, waits: &mut Waits) {
+    for index in 0..schedule.actions.len() {
+        for wait in 0..schedule.actions[index].after.len() {
+            let mut mutated = schedule.clone();
+            let after = mutated.actions[index].after.remove(wait);
+            let (early, late) = (
+                (1 - u64::from(after.previous), after.action as usize),
+                (1, index),
+            );
+            let name = format!(
+                "{:?} {} after {}{}",
+                schedule.form,
+                kind(schedule.actions[index].action),
+                if after.previous {
+                    "the previous step's "
+                } else {
+                    ""
+                },
+                kind(schedule.actions[after.action as usize].action),
+            );
+            if ancestors(&mutated, late).contains(&early) {
+                *waits.implied.entry(name).or_default() += 1;
+            } else if replay_reversed(plan, &mutated, early, late, seed).is_ok() {
+                waits
+                    .needless
+                    .push(format!("{name} ({index} after {})", after.action));
+            } else {
+                waits.caught += 1;
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(random_cases(128))]
+
+    #[test]
+    fn a_schedule_is_right_under_every_interleaving(case in cases(), kept in 0u64..=24, seed: u64) {
+        let plan = keeping(&case, kept);
+        for schedule in schedules(&plan) {
+            prop_assert_eq!(schedule.actions.len() as u64, action_count(&plan, &schedule));
+            for (index, scheduled) in schedule.actions.iter().enumerate() {
+                let mut after = scheduled.after.iter();
+                let ordered = after.all(|a| a.previous || (a.action as usize) < index);
+                prop_assert!(ordered, "an action is after a later one");
+            }
+            let replayed = replay(&plan, &schedule, seed);
+            prop_assert_eq!(replayed, Ok(()));
+        }
+    }
+}
+
+#[test]
+fn every_wait_is_needed_or_implied_by_others() {
+    let mut waits = Waits::default();
+    for (blocks, micros, buffers) in [
+        (1, 1, 1),
+        (2, 2, 1),
+        (3, 1, 2),
+        (5, 2, 2),
+        (4, 2, 3),
+        (3, 2, 8),
+    ] {
+        for (tied, norm) in [(false, 0.0), (false, 1.0), (true, 0.0), (true, 1.0)] {
+            let mut config = support::config(32, micros);
+            config.memory.buffers = buffers;
+            config.train.max_grad_norm = norm;
+            let spec = support::spec(blocks, 16, 17, tied);
+            let plan = keeping(&Case { spec, config }, 1);
+            for schedule in schedules(&plan) {
+                take_out_each(&plan, &schedule, 7, &mut waits);
+            }
+        }
+    }
+    println!("{} waits were missed when taken out", waits.caught);
+    for (name, count) in &waits.implied {
+        println!("implied by others: {count:4} × {name}");
+    }
+    assert_eq!(
+        waits.needless,
+        Vec::<String>::new(),
+        "nothing needs these waits"
+    );
+    assert!(waits.caught > 500);
+}
+
+#[test]
+fn the_machine_sees_a_schedule_without_any_wait_between_lanes() {
+    let case = Case {
+        spec: support::spec(3, 16, 17, false),
+        config: support::config(32, 2),
+    };
+    let plan = keeping(&case, 0);
+    let mut schedule = Schedule::train(&plan);
+    for scheduled in &mut schedule.actions {
+        scheduled.after.clear();
+    }
+    for lane in [Lane::Compute, Lane::Up, Lane::Down, Lane::Update] {
+        let mut order = [0, 1, 2, 3];
+        order.swap(0, lane as usize);
+        let replayed = Machine::new(&plan, &schedule, STEPS).finish_in_order(order);
+        assert!(replayed.is_err(), "{lane:?} first");
+    }
+}

@@ -1,0 +1,585 @@
+//! The abstract machine that a schedule is replayed on: places with contents, four lanes, and a
+//! scheduler that picks which lane goes on.
+//!
+//! - An action takes time: it starts, and later it ends. Between the two its writes are garbage,
+//!   and two running actions that touch one place, one of them writing, are a violation.
+//! - A content says what it is: whose, of which step or version. Each action checks what it reads,
+//!   when it starts and when it ends.
+//! - Lanes run as far ahead as the `after` lists let them, also from one step into the next.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use terrace::plan::Plan;
+use terrace::schedule::{Accumulator, Action, Buffer, Form, GradientSlot, Lane, Schedule};
+use terrace::store::sim::mix;
+
+/// An action of one of the steps.
+pub(crate) type At = (u64, usize);
+
+/// What a place can hold; a place that holds nothing is absent.
+#[derive(Clone, Debug, PartialEq)]
+enum Content {
+    /// Tiles' weights with the updates that they have had.
+    Weights(Vec<(u16, u64)>),
+    /// The input of a layer, in a step.
+    Input(u16, u64),
+    /// The gradient of the input of a layer, in a step.
+    Gradient(u16, u64),
+    /// Activations of (layer, micro) of a step.
+    Kept(u16, u32, u64),
+    /// A gradient under way: layer, step, contributions, whether it is finished.
+    Sum(u16, u64, u32, bool),
+    /// A finished gradient: layer and step.
+    Waiting(u16, u64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Place {
+    Home(u16),
+    Buffer(u32),
+    HeadBuffer,
+    Anchor(u16, u32),
+    Kept(u32),
+    BlockSum(u32),
+    HeadSum,
+    EmbedSum,
+    Slot(u32),
+    /// A step's table of norms.
+    Norm(u64),
+}
+
+/// What an action does to a place.
+#[derive(Clone, Debug, PartialEq)]
+enum Access {
+    /// It must hold this, and still does afterwards.
+    Reads(Content),
+    /// It is overwritten; what it held is lost.
+    Writes(Content),
+    /// It must hold the first and holds the second afterwards.
+    Turns(Option<Content>, Option<Content>),
+}
+
+/// One replay.
+pub(crate) struct Machine<'a> {
+    plan: &'a Plan,
+    schedule: &'a Schedule,
+    steps: u64,
+    lanes: Vec<Vec<usize>>,
+    /// Actions done by each lane, over all steps.
+    done_of_lane: [usize; 4],
+    running: [Option<(At, Vec<(Place, Access)>)>; 4],
+    /// By action: steps in which it is done.
+    done: Vec<u64>,
+    places: BTreeMap<Place, Content>,
+    /// Buffer, layer and uses left of what is bound.
+    bound: Option<(Place, u16, u32)>,
+    /// Updates by (layer, step).
+    updates: BTreeSet<(u16, u64)>,
+}
+
+impl<'a> Machine<'a> {
+    pub(crate) fn new(plan: &'a Plan, schedule: &'a Schedule, steps: u64) -> Machine<'a> {
+        let homes = (0..plan.layer_count())
+            .map(|layer| (Place::Home(layer), Content::Weights(vec![(layer, 0)])));
+        Machine {
+            plan,
+            schedule,
+            steps,
+            lanes: Lane::ALL
+                .iter()
+                .map(|lane| schedule.lane(*lane).collect())
+                .collect(),
+            done_of_lane: [0; 4],
+            running: [const { None }; 4],
+            done: vec![0; schedule.actions.len()],
+            places: homes.collect(),
+            bound: None,
+            updates: BTreeSet::new(),
+        }
+    }
+
+    /// Replays to the end with lanes picked by a seed.
+    pub(crate) fn finish_at_random(&mut self, seed: u64) -> Result<(), String> {
+        let mut state = mix(seed);
+        while !self.has_ended() {
+            state = mix(state);
+            let pick = state;
+            let able: Vec<usize> = (0..4).filter(|lane| self.is_able(*lane)).collect();
+            if able.is_empty() {
+                return Err("no lane can go on".to_string());
+            }
+            self.advance(able[(pick % able.len() as u64) as usize])?;
+        }
+        self.check_end()
+    }
+
+    /// Replays to the end; the first lane of `order` that can go on does.
+    pub(crate) fn finish_in_order(&mut self, order: [usize; 4]) -> Result<(), String> {
+        while !self.has_ended() {
+            let able = order.into_iter().find(|lane| self.is_able(*lane));
+            self.advance(able.ok_or("no lane can go on")?)?;
+        }
+        self.check_end()
+    }
+
+    /// Starts `target` with nothing done but what it waits for. An error is a violation: that
+    /// something waits in a circle is a panic, so that it does not pass for one.
+    pub(crate) fn start_early(&mut self, target: At) -> Result<(), String> {
+        let needed = ancestors(self.schedule, target);
+        let lane = self.schedule.actions[target.1].lane as usize;
+        loop {
+            if self.running[lane].is_none() && self.next(lane) == Some(target) {
+                if self.is_able(lane) {
+                    return self.advance(lane);
+                }
+            } else if self.is_past(target) {
+                return Ok(());
+            }
+            let able = (0..4).find(|lane| {
+                let at = match &self.running[*lane] {
+                    Some((at, _)) => Some(*at),
+                    None => self.next(*lane).filter(|_| self.is_able(*lane)),
+                };
+                at.is_some_and(|at| needed.contains(&at))
+            });
+            self.advance(able.expect("what the target waits for can run"))?;
+        }
+    }
+
+    /// Ends `target`, which has been started.
+    pub(crate) fn end(&mut self, target: At) -> Result<(), String> {
+        let lane = self.schedule.actions[target.1].lane as usize;
+        match &self.running[lane] {
+            Some((at, _)) if *at == target => self.advance(lane),
+            _ => Ok(()),
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        (0..4).all(|lane| self.running[lane].is_none() && self.next(lane).is_none())
+    }
+
+    fn is_past(&self, (step, index): At) -> bool {
+        let lane = self.schedule.actions[index].lane as usize;
+        self.done[index] > step
+            || self.running[lane]
+                .as_ref()
+                .is_some_and(|(at, _)| *at == (step, index))
+    }
+
+    fn next(&self, lane: usize) -> Option<At> {
+        let (actions, done) = (&self.lanes[lane], self.done_of_lane[lane]);
+        let step = done.checked_div(actions.len())? as u64;
+        (step < self.steps).then(|| (step, actions[done % actions.len()]))
+    }
+
+    fn is_able(&self, lane: usize) -> bool {
+        if self.running[lane].is_some() {
+            return true;
+        }
+        self.next(lane).is_some_and(|(step, index)| {
+            let after = &self.schedule.actions[index].after;
+            after
+                .iter()
+                .all(|after| self.done[after.action as usize] + u64::from(after.previous) > step)
+        })
+    }
+
+    /// Ends what the lane runs, or starts its next action.
+    fn advance(&mut self, lane: usize) -> Result<(), String> {
+        let Some((at, accesses)) = self.running[lane].take() else {
+            let at = self.next(lane).expect("the lane is able");
+            let accesses = self
+                .start(at)
+                .map_err(|e| self.describe(at, "starts", &e))?;
+            self.running[lane] = Some((at, accesses));
+            return Ok(());
+        };
+        self.stop(at, accesses)
+            .map_err(|e| self.describe(at, "ends", &e))?;
+        self.done_of_lane[lane] += 1;
+        self.done[at.1] += 1;
+        assert_eq!(self.done[at.1], at.0 + 1);
+        Ok(())
+    }
+
+    fn describe(&self, (step, index): At, when: &str, what: &str) -> String {
+        let action = self.schedule.actions[index].action;
+        format!("step {step}, action {index} {action:?} {when}: {what}")
+    }
+
+    fn start(&mut self, at: At) -> Result<Vec<(Place, Access)>, String> {
+        let accesses = self.accesses(at)?;
+        for (other, theirs) in self.running.iter().flatten() {
+            for (place, access) in &accesses {
+                let shared = theirs
+                    .iter()
+                    .find(|(their, _)| self.is_same(*their, *place));
+                let writes = |access: &Access| !matches!(access, Access::Reads(_));
+                if shared.is_some_and(|(_, their)| writes(access) || writes(their)) {
+                    let other = self.schedule.actions[other.1].action;
+                    return Err(format!("{place:?} is in use by {other:?}"));
+                }
+            }
+        }
+        for (place, access) in &accesses {
+            let place = self.memory(*place);
+            let held = self.places.get(&place).cloned();
+            match access {
+                Access::Reads(wanted) => expect(place, held, Some(wanted.clone()))?,
+                Access::Turns(wanted, _) => {
+                    expect(place, held, wanted.clone())?;
+                    self.places.remove(&place);
+                }
+                Access::Writes(_) => {
+                    self.places.remove(&place);
+                }
+            }
+        }
+        Ok(accesses)
+    }
+
+    fn stop(&mut self, (step, index): At, accesses: Vec<(Place, Access)>) -> Result<(), String> {
+        for (place, access) in accesses {
+            let place = self.memory(place);
+            let held = self.places.get(&place).cloned();
+            match access {
+                Access::Reads(wanted) => expect(place, held, Some(wanted))?,
+                Access::Writes(content) | Access::Turns(_, Some(content)) => {
+                    expect(place, held, None)?;
+                    self.places.insert(place, content);
+                }
+                Access::Turns(_, None) => expect(place, held, None)?,
+            }
+        }
+        match self.schedule.actions[index].action {
+            Action::Bind { layer, buffer } => {
+                let uses = self.schedule.micros;
+                self.bound = Some((buffer_place(buffer), layer, uses));
+            }
+            Action::Update { layer, .. } if !self.updates.insert((layer, step)) => {
+                return Err(format!("layer {layer} is updated twice"));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Head and embed sums are one memory unless the model is tied.
+    fn memory(&self, place: Place) -> Place {
+        match place {
+            Place::EmbedSum if !self.plan.tied => Place::HeadSum,
+            place => place,
+        }
+    }
+
+    fn is_same(&self, a: Place, b: Place) -> bool {
+        self.memory(a) == self.memory(b)
+    }
+
+    /// Takes one use of what is bound, and says what its buffer must hold.
+    fn take_use(
+        &mut self,
+        layer: u16,
+        weights: Vec<(u16, u64)>,
+    ) -> Result<(Place, Access), String> {
+        match &mut self.bound {
+            Some((buffer, bound, uses)) if *bound == layer && *uses > 0 => {
+                *uses -= 1;
+                Ok((*buffer, Access::Reads(Content::Weights(weights))))
+            }
+            other => Err(format!("{other:?} is bound")),
+        }
+    }
+
+    /// Every place that the action touches.
+    fn accesses(&mut self, (step, index): At) -> Result<Vec<(Place, Access)>, String> {
+        use Access::{Reads, Turns, Writes};
+        let head = self.plan.layer_count() - 1;
+        let version = if self.schedule.form == Form::Train {
+            step
+        } else {
+            0
+        };
+        let tied = self.plan.tied;
+        let weights = |layer: u16| {
+            let mut weights = vec![(layer, version)];
+            if layer == head && tied {
+                weights.push((0, version));
+            }
+            weights
+        };
+        let home = |layer: u16| {
+            let content = Content::Weights(vec![(layer, version)]);
+            (Place::Home(layer), Reads(content))
+        };
+        let input = |layer: u16| Content::Input(layer, step);
+        let anchor = Place::Anchor;
+        Ok(match self.schedule.actions[index].action {
+            Action::Gather { micro } => vec![home(0), (anchor(1, micro), Writes(input(1)))],
+            Action::Promote { layer, buffer } => {
+                let place = buffer_place(buffer);
+                if let Some((bound, layer, uses)) = self.bound
+                    && bound == place
+                    && uses > 0
+                {
+                    return Err(format!("{place:?} is bound to layer {layer}"));
+                }
+                let mut accesses = vec![
+                    home(layer),
+                    (place, Writes(Content::Weights(weights(layer)))),
+                ];
+                if layer == head && tied {
+                    accesses.push(home(0));
+                }
+                accesses
+            }
+            Action::Bind { layer, buffer } => {
+                if let Some((_, bound, uses)) = self.bound
+                    && uses > 0
+                {
+                    return Err(format!("layer {bound} has {uses} uses left"));
+                }
+                vec![(
+                    buffer_place(buffer),
+                    Reads(Content::Weights(weights(layer))),
+                )]
+            }
+            Action::Forward { layer, micro, keep } => {
+                let mut accesses = vec![
+                    self.take_use(layer, weights(layer))?,
+                    (anchor(layer, micro), Reads(input(layer))),
+                    (anchor(layer + 1, micro), Writes(input(layer + 1))),
+                ];
+                let kept = |slot| {
+                    (
+                        Place::Kept(slot),
+                        Turns(None, Some(Content::Kept(layer, micro, step))),
+                    )
+                };
+                accesses.extend(keep.map(kept));
+                accesses
+            }
+            Action::ForwardOnly { layer, micro } => vec![
+                self.take_use(layer, weights(layer))?,
+                (
+                    anchor(1, micro),
+                    Turns(Some(input(layer)), Some(input(layer + 1))),
+                ),
+            ],
+            Action::Evaluate { micro } | Action::Logits { micro } => vec![
+                self.take_use(head, weights(head))?,
+                (anchor(1, micro), Reads(input(head))),
+            ],
+            Action::Loss { micro } => {
+                let gradient = Content::Gradient(head, step);
+                let mut accesses = vec![
+                    self.take_use(head, weights(head))?,
+                    (
+                        anchor(head, micro),
+                        Turns(Some(input(head)), Some(gradient)),
+                    ),
+                    self.adds(Place::HeadSum, head, step, micro),
+                ];
+                if tied {
+                    accesses.push(self.adds(Place::EmbedSum, 0, step, micro));
+                }
+                accesses
+            }
+            Action::Clear { layer, accumulator } => {
+                let empty = Content::Sum(layer, step, 0, false);
+                vec![(sum_place(accumulator), Turns(None, Some(empty)))]
+            }
+            Action::Backward {
+                layer,
+                micro,
+                kept,
+                accumulator,
+            } => {
+                let (from, to) = (
+                    Content::Gradient(layer + 1, step),
+                    Content::Gradient(layer, step),
+                );
+                let mut accesses = vec![
+                    self.take_use(layer, weights(layer))?,
+                    (anchor(layer, micro), Reads(input(layer))),
+                    (anchor(head, micro), Turns(Some(from), Some(to))),
+                    self.adds(sum_place(accumulator), layer, step, micro),
+                ];
+                let consumed = |slot| {
+                    (
+                        Place::Kept(slot),
+                        Turns(Some(Content::Kept(layer, micro, step)), None),
+                    )
+                };
+                accesses.extend(kept.map(consumed));
+                accesses
+            }
+            Action::EmbedBackward { micro } => {
+                let before = if tied { self.schedule.micros } else { 0 };
+                vec![
+                    (anchor(head, micro), Reads(Content::Gradient(1, step))),
+                    self.adds(Place::EmbedSum, 0, step, before + micro),
+                ]
+            }
+            Action::Finish { layer, accumulator } => {
+                let both = layer == 0 && tied;
+                let count = self.schedule.micros * if both { 2 } else { 1 };
+                let turn = |finished| Some(Content::Sum(layer, step, count, finished));
+                vec![
+                    (sum_place(accumulator), Turns(turn(false), turn(true))),
+                    norm_turn(step, self.finished(index), self.finished(index) + 1),
+                ]
+            }
+            Action::Demote {
+                layer,
+                accumulator,
+                slot,
+            } => {
+                let both = layer == 0 && tied;
+                let count = self.schedule.micros * if both { 2 } else { 1 };
+                let finished = Content::Sum(layer, step, count, true);
+                vec![
+                    (sum_place(accumulator), Turns(Some(finished), None)),
+                    (
+                        slot_place(slot),
+                        Turns(None, Some(Content::Waiting(layer, step))),
+                    ),
+                ]
+            }
+            Action::Clip => {
+                let all = u32::from(head) + 1;
+                vec![norm_turn(step, all, CLIPPED)]
+            }
+            Action::Update { layer, slot } => {
+                let (from, to) = (vec![(layer, step)], vec![(layer, step + 1)]);
+                let turn = Turns(Some(Content::Weights(from)), Some(Content::Weights(to)));
+                let mut accesses = vec![
+                    (Place::Home(layer), turn),
+                    (
+                        slot_place(slot),
+                        Turns(Some(Content::Waiting(layer, step)), None),
+                    ),
+                ];
+                if self.plan.clipping {
+                    accesses.push((
+                        Place::Norm(step),
+                        Reads(Content::Sum(0, step, CLIPPED, true)),
+                    ));
+                }
+                accesses
+            }
+        })
+    }
+
+    /// One more contribution to a sum; contributions come in the order of micro-batches.
+    fn adds(&self, place: Place, layer: u16, step: u64, before: u32) -> (Place, Access) {
+        let sum = |count| Some(Content::Sum(layer, step, count, false));
+        (place, Access::Turns(sum(before), sum(before + 1)))
+    }
+
+    /// Tiles finished before this action, in the step.
+    fn finished(&self, index: usize) -> u32 {
+        let before = &self.schedule.actions[..index];
+        let finished = before
+            .iter()
+            .filter(|s| matches!(s.action, Action::Finish { .. }));
+        finished.count() as u32
+    }
+
+    fn check_end(&self) -> Result<(), String> {
+        let layers = u64::from(self.plan.layer_count());
+        let trains = self.schedule.form == Form::Train;
+        let version = if trains { self.steps } else { 0 };
+        if self.updates.len() as u64 != layers * version {
+            return Err(format!("{} updates", self.updates.len()));
+        }
+        for (place, content) in &self.places {
+            let right = match (place, content) {
+                (Place::Home(layer), content) => {
+                    *content == Content::Weights(vec![(*layer, version)])
+                }
+                (Place::Kept(_) | Place::BlockSum(_) | Place::HeadSum, _) => false,
+                (Place::EmbedSum | Place::Slot(_), _) => false,
+                _ => true,
+            };
+            if !right {
+                return Err(format!("at the end {place:?} holds {content:?}"));
+            }
+        }
+        match self.bound {
+            Some((_, layer, uses)) if uses > 0 => Err(format!("layer {layer} is still bound")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Count of norms that stands for the clipped global norm.
+const CLIPPED: u32 = u32::MAX;
+
+fn expect(place: Place, held: Option<Content>, wanted: Option<Content>) -> Result<(), String> {
+    if held == wanted {
+        return Ok(());
+    }
+    Err(format!("{place:?} holds {held:?}, not {wanted:?}"))
+}
+
+/// The table of norms goes from `from` entries to `to`.
+fn norm_turn(step: u64, from: u32, to: u32) -> (Place, Access) {
+    let table = |count| (count > 0).then_some(Content::Sum(0, step, count, true));
+    (Place::Norm(step), Access::Turns(table(from), table(to)))
+}
+
+fn buffer_place(buffer: Buffer) -> Place {
+    match buffer {
+        Buffer::Block(index) => Place::Buffer(index),
+        Buffer::Head => Place::HeadBuffer,
+    }
+}
+
+fn sum_place(accumulator: Accumulator) -> Place {
+    match accumulator {
+        Accumulator::Block(index) => Place::BlockSum(index),
+        Accumulator::Head => Place::HeadSum,
+        Accumulator::Embed => Place::EmbedSum,
+    }
+}
+
+/// Slots by number: tiles' own, then the shared ones far above.
+fn slot_place(slot: GradientSlot) -> Place {
+    Place::Slot(match slot {
+        GradientSlot::Tile(layer) => u32::from(layer),
+        GradientSlot::Block(index) => 1_000_000 + index,
+        GradientSlot::Wide => 2_000_000,
+    })
+}
+
+/// Everything that must have ended before `target` can start.
+pub(crate) fn ancestors(schedule: &Schedule, target: At) -> BTreeSet<At> {
+    let lanes: Vec<Vec<usize>> = Lane::ALL
+        .iter()
+        .map(|lane| schedule.lane(*lane).collect())
+        .collect();
+    let mut found = BTreeSet::new();
+    let mut left = vec![target];
+    while let Some((step, index)) = left.pop() {
+        let lane = &lanes[schedule.actions[index].lane as usize];
+        let position = lane
+            .iter()
+            .position(|other| *other == index)
+            .expect("its lane");
+        let mut before = Vec::new();
+        match position {
+            0 if step > 0 => before.push((step - 1, lane[lane.len() - 1])),
+            0 => {}
+            position => before.push((step, lane[position - 1])),
+        }
+        for after in &schedule.actions[index].after {
+            if let Some(step) = step.checked_sub(u64::from(after.previous)) {
+                before.push((step, after.action as usize));
+            }
+        }
+        left.extend(before.into_iter().filter(|at| found.insert(*at)));
+    }
+    found
+}
