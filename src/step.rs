@@ -10,6 +10,7 @@
 //! What is done and in which order is decided in `schedule`; how bytes move, in `transfer`.
 
 mod lanes;
+mod poison;
 mod progress;
 mod update;
 
@@ -87,6 +88,10 @@ struct Pass {
     data: PassData,
 }
 
+/// Sees each action just before its lane carries it out, with the number of its step (0 in a
+/// forward-only pass).
+pub type Observer = Box<dyn Fn(Lane, &Action, u64) + Send + Sync>;
+
 /// What all lanes share.
 struct Shared {
     plan: Plan,
@@ -98,6 +103,7 @@ struct Shared {
     failure: Arc<Failure>,
     /// Named in errors of a non-finite step.
     last_commit: Mutex<String>,
+    observer: OnceLock<Observer>,
 }
 
 /// A schedule in use: its table of what is done.
@@ -127,6 +133,7 @@ impl Engine {
             isa,
             failure: Arc::new(Failure::default()),
             last_commit: Mutex::new("there is no commit yet".to_string()),
+            observer: OnceLock::new(),
         });
         shared.write_rope_table(spec);
         let mut engine = Engine {
@@ -179,6 +186,12 @@ impl Engine {
             .last_commit
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = name;
+    }
+
+    /// Shows every later action to `observer`, for tests that end the process there. The first
+    /// observer stays.
+    pub fn observe(&self, observer: Observer) {
+        self.shared.observer.set(observer).ok();
     }
 
     /// One training step over the plan's micro-batches. Returns when loss and norm are known.
@@ -307,9 +320,10 @@ impl Engine {
             sender.send(pass.clone()).ok();
         }
         lanes::walk(&self.shared, Lane::Compute, pass, |index, action| {
-            self.shared
-                .compute(pass, action)
-                .inspect(|()| pass.progress.mark(index, pass.number))
+            self.shared.compute(pass, action)?;
+            self.shared.poison_after(pass, index);
+            pass.progress.mark(index, pass.number);
+            Ok(())
         })
         .map_err(|error| self.shared.failure.first_or(error))
     }
@@ -349,6 +363,13 @@ impl StepSettings {
 }
 
 impl Shared {
+    fn show(&self, lane: Lane, pass: &Pass, action: &Action) {
+        if let Some(observer) = self.observer.get() {
+            let step = pass.data.settings.map_or(0, |settings| settings.step);
+            observer(lane, action, step);
+        }
+    }
+
     /// cos and sin of every position, f32 `[seq_len, 2, D/2]`, computed in f32 as transformers
     /// does.
     fn write_rope_table(&self, spec: &ModelSpec) {

@@ -40,6 +40,8 @@ pub struct Tiers {
     pub store: Option<Scratch>,
     /// Counters.
     pub stats: Stats,
+    /// Tests set it: places are filled with NaN once they are released.
+    pub poison: bool,
     precision: Precision,
     layouts: Vec<TileLayout>,
     homes: Vec<[Option<RwLock<Lease>>; SECTION_COUNT]>,
@@ -98,6 +100,7 @@ impl Tiers {
             ring,
             store,
             stats,
+            poison: false,
             precision: plan.precision,
             layouts: plan.tiles.iter().map(|tile| tile.layout.clone()).collect(),
             homes,

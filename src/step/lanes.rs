@@ -41,7 +41,10 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
                     Lane::Up => shared.up(&pass, action),
                     _ => shared.down(action),
                 };
-                result.inspect(|()| pass.progress.mark(index, pass.number))
+                result?;
+                shared.poison_after(&pass, index);
+                pass.progress.mark(index, pass.number);
+                Ok(())
             }),
         };
         if let Err(error) = result {
@@ -67,6 +70,7 @@ pub(super) fn walk(
         }
         let started = Instant::now();
         let action = pass.action(index);
+        shared.show(lane, pass, &action);
         if let Err(error) = act(index, action) {
             shared.failure.set(error);
             pass.progress.wake();
@@ -158,7 +162,7 @@ impl Shared {
     }
 
     /// The accumulator's f32 view for a layer.
-    fn accumulator(&self, layer: u16, accumulator: Accumulator) -> View {
+    pub(super) fn accumulator(&self, layer: u16, accumulator: Accumulator) -> View {
         let map = &self.plan.map;
         let offset = match accumulator {
             Accumulator::Block(index) => map.accumulators[index as usize],

@@ -46,6 +46,7 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
                 first: "another lane failed".to_string(),
             });
         }
+        shared.show(Lane::Update, pass, &pass.action(index));
         let started = Instant::now();
         update_tile(shared, pass, states, layer, slot)?;
         shared
@@ -90,6 +91,7 @@ fn update_tile(
         shared.tiers.stats.updated(started.elapsed());
         states.put(layer, extent, slabs)?;
     }
+    shared.poison_gradient(slot);
     Ok(())
 }
 
