@@ -1,0 +1,535 @@
+//! Goal: placement is not arithmetic (invariant 1). A run gives the same losses, norms, evaluations
+//! and the same bytes of every section whatever its plan: spilled or not, kept or recomputed, any
+//! number of buffers, slabs and threads, any instruction set, either I/O engine.
+//! Method: tiny models trained for a few steps through the engine. In every run but the first of
+//! each comparison, places are filled with NaN as soon as they are released. Runs with their own
+//! number of threads, and those whose I/O the kernel counts, are processes of their own: this
+//! executable, asked for its one ignored test.
+
+#[path = "support/tiny.rs"]
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use terrace::config::{IoEngine, Recompute, RunConfig};
+use terrace::device::Device;
+use terrace::hf::WeightSource;
+use terrace::host::HostArena;
+use terrace::machine::storage_bytes;
+use terrace::model::ModelSpec;
+use terrace::optimizer::Isa;
+use terrace::plan::{Budgets, DeviceProfile, Home, Plan, Purpose};
+use terrace::stats::Stats;
+use terrace::step::{Engine, StepSettings};
+use terrace::store::{Scratch, StoredSection, checksum, disk};
+use terrace::tile::{GradientDtype, Precision, Section};
+use terrace::transfer::Tiers;
+
+const SEQ_LEN: u64 = 32;
+const MICROS: u64 = 2;
+const PLENTY: u64 = 1 << 50;
+
+/// What is computed: everything here may change a result.
+#[derive(Clone, Copy, Debug)]
+struct Numbers {
+    tied: bool,
+    precision: Precision,
+    gradients: GradientDtype,
+    max_grad_norm: f64,
+    blocks: u16,
+    vocab_size: u64,
+    steps: u64,
+}
+
+const SMALL: Numbers = Numbers {
+    tied: false,
+    precision: Precision::Bf16,
+    gradients: GradientDtype::Bf16,
+    max_grad_norm: 0.5,
+    blocks: 3,
+    vocab_size: 300,
+    steps: 8,
+};
+
+impl Numbers {
+    fn spec(&self) -> ModelSpec {
+        support::spec(self.blocks, 64, self.vocab_size, self.tied)
+    }
+}
+
+/// Sections that the host's budget has no room for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Spilled {
+    Nothing,
+    SomeMoments,
+    Moments,
+    MomentsAndResidual,
+    /// Weights too, the embedding's included.
+    All,
+}
+
+/// How it is carried out: nothing here may change a result.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    spilled: Spilled,
+    buffers: u64,
+    /// (block, micro) pairs whose activations are kept.
+    kept: u64,
+    isa: Isa,
+    engine: Option<IoEngine>,
+    slabs: u64,
+    poison: bool,
+}
+
+/// The way that others are compared with.
+const PLAIN: Way = Way {
+    spilled: Spilled::Nothing,
+    buffers: 2,
+    kept: 0,
+    isa: Isa::Scalar,
+    engine: None,
+    slabs: 16,
+    poison: false,
+};
+
+/// What came of a run, floats as bits.
+#[derive(Clone, Debug, PartialEq)]
+struct Outcome {
+    losses: Vec<u64>,
+    norms: Vec<u64>,
+    evaluations: Vec<u64>,
+    logits: Vec<u32>,
+    /// Checksum of each extent of each section.
+    state: Vec<(String, u128)>,
+}
+
+fn directory() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn plan(numbers: Numbers, way: Way) -> Plan {
+    let spec = numbers.spec();
+    let mut config: RunConfig = support::config(SEQ_LEN, MICROS);
+    config.model.precision = numbers.precision;
+    config.train.gradient_dtype = numbers.gradients;
+    config.train.max_grad_norm = numbers.max_grad_norm;
+    config.memory.buffers = way.buffers;
+    config.memory.slabs = way.slabs;
+    config.memory.recompute = Recompute::All;
+    let make = |config: &RunConfig, device, host| {
+        let budgets = Budgets {
+            device,
+            host,
+            store: PLENTY,
+        };
+        let profile = DeviceProfile::cpu();
+        Plan::new(&spec, config, &profile, budgets, Purpose::Train).unwrap()
+    };
+    let least = make(&config, PLENTY, PLENTY);
+    let bytes = |wanted: &[Section]| -> u64 {
+        let tiles = least.tiles.iter();
+        let slots = tiles.flat_map(|tile| {
+            let slot = |s: &Section| tile.layout.section_slot_bytes(*s, numbers.precision);
+            wanted.iter().map(slot)
+        });
+        slots.sum()
+    };
+    let moments = bytes(&[Section::Moment1, Section::Moment2]);
+    let host = least.host.bytes
+        - match way.spilled {
+            Spilled::Nothing => 0,
+            Spilled::SomeMoments => moments / 3,
+            Spilled::Moments => moments,
+            Spilled::MomentsAndResidual => moments + bytes(&[Section::Residual]),
+            Spilled::All => bytes(&Section::ALL),
+        };
+    config.memory.recompute = Recompute::Auto;
+    let device = least.map.bytes + way.kept * least.map.workspace.bytes;
+    let plan = make(&config, device, host);
+    assert_eq!(plan.kept.len() as u64, way.kept);
+    check_spilled(&plan, way.spilled);
+    plan
+}
+
+fn check_spilled(plan: &Plan, wanted: Spilled) {
+    let spilled = |section: Section| {
+        let homes = || plan.tiles.iter().map(|tile| tile.homes[section as usize]);
+        let count = homes().filter(|home| *home == Some(Home::Store)).count();
+        (count > 0, count == homes().flatten().count())
+    };
+    let (some, all) = spilled(Section::Moment1);
+    assert_eq!(some, wanted != Spilled::Nothing);
+    assert_eq!(
+        all,
+        !matches!(wanted, Spilled::Nothing | Spilled::SomeMoments)
+    );
+    let weights = wanted == Spilled::All;
+    assert_eq!(spilled(Section::Weight), (weights, weights));
+}
+
+fn stored(plan: &Plan) -> Vec<StoredSection> {
+    let tiles = plan.tiles.iter();
+    let sections = tiles.flat_map(|tile| {
+        tile.spilled().map(|section| StoredSection {
+            tile: tile.layout.id,
+            section,
+            elements: tile.layout.elements,
+            element_bytes: section.element_bytes(plan.precision),
+        })
+    });
+    sections.collect()
+}
+
+/// Starts the lanes with random weights; `None`, with the reason printed, where the machine lacks
+/// what the way asks for.
+fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
+    if !way.isa.available() {
+        println!("SKIP {}: not on this processor", way.isa);
+        return None;
+    }
+    let (spec, plan) = (numbers.spec(), plan(numbers, way));
+    let mut cutter = HostArena::take(plan.host.bytes).unwrap();
+    let ring = cutter.cut_ring(plan.host.slabs as usize, plan.host.slab_bytes);
+    let mut store = None;
+    if plan.spills() {
+        let paths = [(PathBuf::from(directory), PLENTY)];
+        match Scratch::create(&paths, &stored(&plan), way.engine, &[ring.span()]) {
+            Ok(scratch) => store = Some(scratch),
+            Err(error) if way.engine == Some(IoEngine::Uring) => {
+                println!("SKIP io_uring: {error}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let device = Device::cpu(plan.map.bytes).unwrap();
+    let mut tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(false));
+    tiers.poison = way.poison;
+    let weights = WeightSource::random(&spec, 11);
+    let fill =
+        |layer, elements, out: &mut [f32]| weights.fill(&spec.tile_layout(layer), elements, out);
+    tiers.initialise(fill).unwrap();
+    Some(Engine::start(&spec, plan, tiers, way.isa).unwrap())
+}
+
+fn settings(step: u64, numbers: Numbers) -> StepSettings {
+    StepSettings {
+        step,
+        learning_rate: 1e-2,
+        betas: [0.9, 0.99],
+        eps: 1e-8,
+        weight_decay: 0.1,
+        max_grad_norm: numbers.max_grad_norm,
+    }
+}
+
+/// Trains, with an evaluation under way and logits at the end.
+fn train(numbers: Numbers, engine: &mut Engine) -> Outcome {
+    let micros = |seed, count| support::micros(seed, count, SEQ_LEN, numbers.vocab_size);
+    let mut outcome = Outcome {
+        losses: Vec::new(),
+        norms: Vec::new(),
+        evaluations: Vec::new(),
+        logits: Vec::new(),
+        state: Vec::new(),
+    };
+    for step in 1..=numbers.steps {
+        let result = engine.train_step(micros(step, MICROS), settings(step, numbers));
+        let result = result.unwrap();
+        outcome.losses.push(result.loss.to_bits());
+        outcome.norms.push(result.grad_norm.to_bits());
+        if step == numbers.steps / 2 {
+            // Of fewer micro-batches than a step, then of as many.
+            for count in 1..=MICROS {
+                let (sum, _) = engine.evaluate(micros(1000, count)).unwrap();
+                assert!(sum.is_finite());
+                outcome.evaluations.push(sum.to_bits());
+            }
+        }
+    }
+    let logits = engine.last_logits(micros(2000, 1)).unwrap();
+    outcome.logits = logits
+        .concat()
+        .iter()
+        .map(|value| value.to_bits())
+        .collect();
+    engine.drain().unwrap();
+    let tiers = engine.tiers();
+    let mut bytes = Vec::new();
+    for key in tiers.extents() {
+        tiers.read_extent_into(key, &mut bytes).unwrap();
+        outcome.state.push((key.to_string(), checksum(&bytes)));
+    }
+    outcome
+}
+
+fn run(numbers: Numbers, way: Way) -> Option<Outcome> {
+    let directory = directory();
+    let mut engine = start(numbers, way, directory.path())?;
+    Some(train(numbers, &mut engine))
+}
+
+/// Holds each way to the plain one.
+fn agree(numbers: Numbers, ways: &[Way]) {
+    let plain = run(numbers, PLAIN).expect("every machine can");
+    let first = f64::from_bits(plain.losses[0]);
+    let last = f64::from_bits(*plain.losses.last().unwrap());
+    assert!(first.is_finite() && last.is_finite() && first != last);
+    for way in ways {
+        let way = Way {
+            poison: true,
+            ..*way
+        };
+        if let Some(outcome) = run(numbers, way) {
+            assert!(
+                outcome == plain,
+                "{numbers:?}\n{way:?}\n{}",
+                differences(&outcome, &plain)
+            );
+        }
+    }
+}
+
+fn differences(got: &Outcome, plain: &Outcome) -> String {
+    let floats = |bits: &[u64]| bits.iter().map(|b| f64::from_bits(*b)).collect::<Vec<_>>();
+    let pairs = got.state.iter().zip(&plain.state);
+    let extents: Vec<&str> = pairs
+        .filter(|(a, b)| a != b)
+        .map(|(a, _)| a.0.as_str())
+        .collect();
+    format!(
+        "losses {:?}\nnot    {:?}\nnorms {:?}\nnot   {:?}\nevaluations or logits differ: {}\n\
+         extents {extents:?}",
+        floats(&got.losses),
+        floats(&plain.losses),
+        floats(&got.norms),
+        floats(&plain.norms),
+        (&got.evaluations, &got.logits) != (&plain.evaluations, &plain.logits),
+    )
+}
+
+fn ways() -> Vec<Way> {
+    let pairs = 3 * MICROS;
+    let spilled = |spilled| Way { spilled, ..PLAIN };
+    vec![
+        PLAIN,
+        Way {
+            buffers: 1,
+            kept: 1,
+            isa: Isa::Avx2,
+            ..PLAIN
+        },
+        Way {
+            buffers: 3,
+            kept: pairs,
+            isa: Isa::Avx512,
+            ..PLAIN
+        },
+        Way {
+            buffers: 8,
+            kept: pairs - 1,
+            isa: Isa::Avx2,
+            ..PLAIN
+        },
+        spilled(Spilled::SomeMoments),
+        Way {
+            slabs: 4,
+            isa: Isa::Avx512,
+            ..spilled(Spilled::Moments)
+        },
+        Way {
+            engine: Some(IoEngine::Pread),
+            buffers: 1,
+            ..spilled(Spilled::MomentsAndResidual)
+        },
+        Way {
+            engine: Some(IoEngine::Uring),
+            kept: 3,
+            buffers: 3,
+            ..spilled(Spilled::All)
+        },
+        Way {
+            engine: Some(IoEngine::Pread),
+            slabs: 4,
+            buffers: 1,
+            ..spilled(Spilled::All)
+        },
+        Way {
+            engine: Some(IoEngine::Uring),
+            slabs: 4,
+            kept: pairs,
+            ..spilled(Spilled::All)
+        },
+    ]
+}
+
+fn agree_for(precision: Precision, tied: bool) {
+    for max_grad_norm in [0.5, 0.0] {
+        let numbers = Numbers {
+            precision,
+            tied,
+            max_grad_norm,
+            ..SMALL
+        };
+        agree(numbers, &ways());
+    }
+}
+
+#[test]
+fn bf16_untied() {
+    agree_for(Precision::Bf16, false);
+}
+
+#[test]
+fn bf16_tied() {
+    agree_for(Precision::Bf16, true);
+}
+
+#[test]
+fn fp32_untied() {
+    agree_for(Precision::Fp32, false);
+}
+
+#[test]
+fn fp32_tied() {
+    agree_for(Precision::Fp32, true);
+}
+
+#[test]
+fn bf16_with_f32_gradients() {
+    let numbers = Numbers {
+        gradients: GradientDtype::F32,
+        tied: true,
+        ..SMALL
+    };
+    agree(numbers, &ways());
+}
+
+#[test]
+fn sections_of_several_extents_stream_alike() {
+    let spilled = |spilled| Way { spilled, ..PLAIN };
+    let ways = [
+        Way {
+            isa: Isa::Avx512,
+            ..spilled(Spilled::Moments)
+        },
+        Way {
+            engine: Some(IoEngine::Uring),
+            slabs: 4,
+            ..spilled(Spilled::All)
+        },
+        Way {
+            engine: Some(IoEngine::Pread),
+            slabs: 6,
+            ..spilled(Spilled::All)
+        },
+    ];
+    for (tied, precision, max_grad_norm) in
+        [(true, Precision::Bf16, 0.5), (false, Precision::Fp32, 0.0)]
+    {
+        let numbers = Numbers {
+            tied,
+            precision,
+            max_grad_norm,
+            blocks: 1,
+            vocab_size: 33_000,
+            steps: 2,
+            ..SMALL
+        };
+        assert!(numbers.spec().tile_layout(0).extent_count() > 2);
+        agree(numbers, &ways);
+    }
+}
+
+#[test]
+fn other_numbers_give_other_results() {
+    let plain = run(SMALL, PLAIN).unwrap();
+    let clipped = Numbers {
+        max_grad_norm: 0.25,
+        ..SMALL
+    };
+    let other = run(clipped, PLAIN).unwrap();
+    assert_eq!(plain.losses[0], other.losses[0]);
+    assert_ne!(plain.losses, other.losses);
+    let same = plain.state.iter().zip(&other.state).filter(|(a, b)| a == b);
+    assert_eq!(same.count(), 0);
+}
+
+/// What a child process trains.
+const CHILD: Way = Way {
+    spilled: Spilled::All,
+    engine: None,
+    kept: 2,
+    poison: true,
+    isa: Isa::Scalar,
+    ..PLAIN
+};
+
+#[test]
+#[ignore = "run by other tests in a process of its own"]
+fn child() {
+    let directory = directory();
+    let probe = disk::probe(directory.path(), None).unwrap();
+    let before = storage_bytes();
+    let mut engine = start(SMALL, CHILD, directory.path()).unwrap();
+    let outcome = train(SMALL, &mut engine);
+    let after = storage_bytes();
+    println!("threads {}", rayon::current_num_threads());
+    println!("outcome {:032x}", outcome_checksum(&outcome));
+    println!("direct {} {}", probe.direct, probe.file_system);
+    println!("read {}", after.0 - before.0);
+    println!("written {}", after.1 - before.1);
+}
+
+fn outcome_checksum(outcome: &Outcome) -> u128 {
+    checksum(format!("{outcome:?}").as_bytes())
+}
+
+/// Runs the child; what it printed after each word.
+fn run_child(threads: u32) -> impl Fn(&str) -> String {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--ignored", "--nocapture"])
+        .env("RAYON_NUM_THREADS", threads.to_string())
+        .output()
+        .unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{text}");
+    move |word: &str| {
+        let mut lines = text.lines();
+        let found = lines.find_map(|line| line.strip_prefix(&format!("{word} ")));
+        found
+            .unwrap_or_else(|| panic!("no {word} in {text}"))
+            .to_string()
+    }
+}
+
+#[test]
+fn any_number_of_threads_agrees() {
+    let plain = format!("{:032x}", outcome_checksum(&run(SMALL, PLAIN).unwrap()));
+    for threads in [1, 2, 3] {
+        let child = run_child(threads);
+        assert_eq!(child("threads"), threads.to_string());
+        assert_eq!(child("outcome"), plain, "{threads} threads");
+    }
+}
+
+#[test]
+fn the_kernel_counts_what_is_spilled() {
+    let child = run_child(2);
+    if !child("direct").starts_with("true") {
+        println!(
+            "SKIP bytes that the kernel counts: no O_DIRECT on {}",
+            child("direct")
+        );
+        return;
+    }
+    let number = |word| child(word).parse::<u64>().unwrap();
+    // Each update reads and writes every extent; the first weights are written before.
+    let plan = plan(SMALL, CHILD);
+    let (read, written) = (number("read"), number("written"));
+    let (steps, once) = (SMALL.steps, plan.spilled_bytes);
+    println!("spilled {once} bytes, {steps} steps: read {read}, written {written}");
+    assert!(read >= steps * once, "{read}");
+    assert!(written >= (steps + 1) * once, "{written}");
+}
