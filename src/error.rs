@@ -162,7 +162,7 @@ pub enum Error {
         /// The list of those that are.
         supported: String,
     },
-    /// A signal ended the run after its commit.
+    /// A signal ended the run after a complete step, which is committed if checkpoints are on.
     #[error("ended by signal {signal} after step {step}")]
     Interrupted {
         /// Signal number.

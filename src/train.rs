@@ -29,6 +29,7 @@ use crate::optimizer::learning_rate;
 use crate::plan::Plan;
 use crate::stats::Snapshot;
 use crate::step::{Engine, StepSettings};
+use crate::store::Phase;
 
 /// A run with everything read that it needs.
 pub struct Run {
@@ -239,6 +240,13 @@ impl Trainer {
     /// The engine, for sampling.
     pub fn engine(&mut self) -> &mut Engine {
         &mut self.engine
+    }
+
+    /// Calls `hook` at each phase of every later commit, for tests that end the process there.
+    pub fn set_phase_hook(&mut self, hook: Box<dyn Fn(Phase) + Send>) {
+        if let Some(checkpoints) = &mut self.checkpoints {
+            checkpoints.set_phase_hook(hook);
+        }
     }
 
     /// Steps that are done.

@@ -2,6 +2,8 @@
 
 #[path = "terrace/inspect_run.rs"]
 mod inspect_run;
+#[path = "terrace/kill_at.rs"]
+mod kill_at;
 #[path = "terrace/model_out.rs"]
 mod model_out;
 #[path = "terrace/train.rs"]

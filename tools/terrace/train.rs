@@ -1,14 +1,14 @@
 //! `terrace train`.
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Instant;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 use terrace::checkpoint::checkpoint_dir;
 use terrace::config::RunConfig;
 use terrace::data::quickstart::unigram_entropy;
@@ -21,7 +21,7 @@ use terrace::schedule::simulate::{Prediction, simulate};
 use terrace::train::{Run, Start, StepReport, Trainer, resolve_budgets};
 use terrace::{machine, quickstart};
 
-use crate::say;
+use crate::{kill_at, say};
 
 /// Arguments of `terrace train`.
 #[derive(Args)]
@@ -49,6 +49,12 @@ pub(crate) struct TrainArguments {
     /// Write a Chrome trace of every action to this file
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// Send a signal to this process at an instant of the run, for tests
+    #[arg(long, hide = true, value_name = "INSTANT")]
+    kill_at: Option<kill_at::Instant>,
+    /// The signal
+    #[arg(long, hide = true, value_name = "NUMBER", default_value_t = SIGKILL)]
+    kill_signal: i32,
 }
 
 /// Set by the first SIGINT or SIGTERM; a second one ends the process at once.
@@ -110,11 +116,14 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     for note in trainer.notes() {
         say(note)?;
     }
+    if let Some(instant) = &arguments.kill_at {
+        instant.arm(&mut trainer, arguments.kill_signal);
+    }
     let ended = steps(&mut trainer, &prediction, entropy, &signal);
     let moved = machine_line();
     let log_dir = trainer.run().config.log.dir.clone();
     let checkpoint_dir = checkpoint_dir(&trainer.run().config);
-    let last_commit = trainer.last_commit();
+    let (last_commit, step) = (trainer.last_commit(), trainer.steps_done());
     let ended = ended.and_then(|()| sample(&mut trainer));
     let trace = match ended {
         Ok(()) => trainer.finish()?,
@@ -130,19 +139,11 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         log_dir.join("metrics.jsonl").display()
     ))?;
     if let Some(step) = last_commit {
-        let checkpoint = checkpoint_dir.display();
-        say(&format!(
-            "commit of step {step}: {checkpoint}; \
-             `terrace export --checkpoint {checkpoint} --out DIR` writes it for transformers, \
-             `terrace generate --checkpoint {checkpoint}` talks to it"
-        ))?;
+        say_commit(step, &checkpoint_dir)?;
     }
     match signal.load(Ordering::Relaxed) {
         0 => Ok(()),
-        signal => Err(Error::Interrupted {
-            signal,
-            step: last_commit.unwrap_or(0),
-        }),
+        signal => Err(Error::Interrupted { signal, step }),
     }
 }
 
@@ -155,6 +156,15 @@ fn machine_line() -> String {
         bytes_text(read),
         bytes_text(written)
     )
+}
+
+fn say_commit(step: u64, directory: &Path) -> Result<()> {
+    let checkpoint = directory.display();
+    say(&format!(
+        "commit of step {step}: {checkpoint}; \
+         `terrace export --checkpoint {checkpoint} --out DIR` writes it for transformers, \
+         `terrace generate --checkpoint {checkpoint}` talks to it"
+    ))
 }
 
 fn check_device(device: &str) -> Result<()> {
@@ -263,7 +273,7 @@ fn steps(
         }
     }
     if signal.load(Ordering::Relaxed) != 0 {
-        console.line("signal: the step is complete; committing before the end")?;
+        console.line("signal: the step is complete; the run ends here")?;
     }
     commit(trainer, &console)?;
     console.bar.finish_and_clear();
