@@ -1,0 +1,409 @@
+//! Goal: resume is invisible (invariant 2). A run that is killed anywhere and resumed ends with the
+//! same losses and the same bytes of every section as the run that was never stopped.
+//! Method: the real binary trains a tiny model with its states spilled, and sends itself SIGKILL at
+//! chosen instants: in forward, backward, update and transfers, and at each phase of a commit. The
+//! instants that were reached are counted. Then what else a resume promises: signals, other
+//! settings, older commits.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{LazyLock, Mutex};
+
+use terrace::host::HostArena;
+use terrace::store::{CheckpointStore, Phase, checksum};
+use terrace::tile::EXTENT_BYTES_MAX;
+
+const STEPS: u64 = 20;
+const EVERY: u64 = 3;
+const SIGKILL: i32 = 9;
+const SIGTERM: i32 = 15;
+
+const MODEL: &str = r#"{
+  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97,
+  "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+  "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-05, "hidden_act": "silu",
+  "rope_parameters": { "rope_theta": 10000.0, "rope_type": "default" },
+  "max_position_embeddings": 128, "initializer_range": 0.02, "tie_word_embeddings": false,
+  "attention_bias": false, "mlp_bias": false, "bos_token_id": 1, "eos_token_id": 2,
+  "dtype": "float32"
+}"#;
+
+/// A run's directory.
+struct Place(tempfile::TempDir);
+
+/// What a run came to.
+#[derive(PartialEq)]
+struct Outcome {
+    /// Lines of steps, by step, without what the clock says.
+    steps: BTreeMap<u64, String>,
+    /// Checksums of extents, by extent.
+    state: BTreeMap<String, u128>,
+    /// Step, tokens and cursor of the last commit.
+    progress: String,
+}
+
+impl Place {
+    fn new() -> Place {
+        let place = Place(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        let path = |name: &str| place.path(name);
+        std::fs::create_dir(path("model")).unwrap();
+        std::fs::write(path("model/config.json"), MODEL).unwrap();
+        let rows = (0..40u64).map(|row| {
+            let length = 5 + row * 7 % 23;
+            let ids: Vec<u64> = (0..length).map(|i| (row * 31 + i * i * 7) % 97).collect();
+            format!("{{\"input_ids\": {ids:?}}}\n")
+        });
+        std::fs::write(path("rows.jsonl"), rows.collect::<String>()).unwrap();
+        let run = format!(
+            "[model]\npath = {:?}\ninit = \"random\"\n\
+             [data]\ntrain = {:?}\nseq_len = 32\n\
+             [train]\nsteps = {STEPS}\nmicro_batches = 2\nlearning_rate = 1e-2\nseed = 5\n\
+             [memory]\ndevice = \"64 MiB\"\nhost = \"{HOST_BYTES}B\"\nslabs = 4\n\
+             store = [{{ path = {:?}, size = \"64 MiB\" }}]\n\
+             [checkpoint]\nevery = {EVERY}\nkeep = 2\n\
+             [log]\ndir = {:?}\n",
+            path("model"),
+            path("rows.jsonl"),
+            path("store"),
+            path("log"),
+        );
+        std::fs::write(path("run.toml"), run).unwrap();
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn train(&self, arguments: &[&str]) -> Output {
+        let output = Command::new(env!("CARGO_BIN_EXE_terrace"))
+            .arg("train")
+            .arg(self.path("run.toml"))
+            .args(arguments)
+            .env("RAYON_NUM_THREADS", "1")
+            .output();
+        output.unwrap()
+    }
+
+    /// Trains to the end, or panics with what the run said.
+    fn train_to_end(&self, arguments: &[&str]) -> String {
+        let output = self.train(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", words(&output));
+        words(&output)
+    }
+
+    fn steps(&self) -> BTreeMap<u64, String> {
+        let text = std::fs::read_to_string(self.path("log/metrics.jsonl")).unwrap();
+        let mut steps = BTreeMap::new();
+        for line in text.lines() {
+            let value: serde_json::Value = serde_json::from_str(line).unwrap();
+            if value.get("loss").is_none() {
+                continue;
+            }
+            let keys = ["loss", "grad_norm", "learning_rate", "tokens", "targets"];
+            let kept = keys.map(|key| value[key].to_string()).join(" ");
+            let step = value["step"].as_u64().unwrap();
+            assert_eq!(steps.insert(step, kept), None, "step {step} has one line");
+        }
+        steps
+    }
+
+    fn outcome(&self) -> Outcome {
+        let directory = self.path("log/checkpoint");
+        let store = CheckpointStore::open_existing(&directory).unwrap();
+        let newest = store.latest().unwrap();
+        let mut cutter = HostArena::take(EXTENT_BYTES_MAX).unwrap();
+        let ring = cutter.cut_ring(1, EXTENT_BYTES_MAX);
+        let mut state = BTreeMap::new();
+        let table = store.table().unwrap();
+        for index in 0..table.count() {
+            let key = table.key(index);
+            let slab = store.read(newest, key, ring.take()).unwrap();
+            let bytes = &slab.as_slice::<u8>()[..table.payload_bytes(index)];
+            state.insert(key.to_string(), checksum(bytes));
+        }
+        let metadata: serde_json::Value =
+            serde_json::from_slice(&store.metadata(newest).unwrap()).unwrap();
+        let progress = ["step", "tokens", "cursor"].map(|key| metadata[key].to_string());
+        Outcome {
+            steps: self.steps(),
+            state,
+            progress: progress.join(" "),
+        }
+    }
+
+    /// Holds the finished run to the one that was never stopped.
+    fn assert_undisturbed(&self, story: &str) {
+        let (got, plain) = (self.outcome(), &*UNDISTURBED);
+        assert_eq!(got.steps, plain.steps, "{story}");
+        assert_eq!(got.progress, plain.progress, "{story}");
+        let pairs = got.state.iter().zip(&plain.state);
+        let other: Vec<_> = pairs.filter(|(a, b)| a != b).map(|(a, _)| a.0).collect();
+        assert!(
+            other.is_empty() && got.state.len() == plain.state.len(),
+            "{story}: {other:?}"
+        );
+    }
+}
+
+/// Bytes for weights, gradients and some residuals; the other residuals and all moments spill.
+const HOST_BYTES: u64 = 270_000;
+
+/// The run that was never stopped.
+static UNDISTURBED: LazyLock<Outcome> = LazyLock::new(|| {
+    let place = Place::new();
+    println!("{}", place.train_to_end(&[]));
+    let outcome = place.outcome();
+    assert_eq!(outcome.steps.len() as u64, STEPS);
+    assert!(place.path("store").exists());
+    outcome
+});
+
+fn words(output: &Output) -> String {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    text(&output.stdout) + &text(&output.stderr)
+}
+
+/// An instant to be killed at, and the step of the newest commit that is left, if there is one.
+#[derive(Clone, Debug)]
+struct Kill(String, Option<u64>);
+
+fn kill(instant: &str) -> Kill {
+    let parts: Vec<&str> = instant.split(':').collect();
+    let number: u64 = parts[2].parse().unwrap();
+    let left = if parts[0] == "commit" {
+        // The number counts the commits of a process that began at step 0.
+        let holds = matches!(parts[1], "superblockhalf" | "superblock");
+        EVERY * if holds { number } else { number - 1 }
+    } else {
+        (number - 1) / EVERY * EVERY
+    };
+    Kill(instant.to_string(), (left > 0).then_some(left))
+}
+
+/// Each run's kills, one after another; a second one hits the run that was resumed.
+fn stories() -> Vec<Vec<Kill>> {
+    let stories: [&[&str]; 26] = [
+        &["compute:forward:2"],
+        &["compute:forward:7:3", "compute:forward:9:2"],
+        &["compute:forward:14:6"],
+        &["compute:forward:20"],
+        &["compute:backward:1"],
+        &["compute:backward:5:2"],
+        &["compute:backward:11:4", "update:update:11:3"],
+        &["compute:backward:19:6"],
+        &["update:update:1:2"],
+        &["update:update:6:4"],
+        &["update:update:12:1"],
+        &["update:update:17:5", "compute:backward:18:1"],
+        &["up:promote:8:2"],
+        &["up:gather:10", "up:gather:10"],
+        &["down:demote:9:2"],
+        &["compute:loss:13:2"],
+        &["compute:clip:15", "compute:clip:16"],
+        &["commit:extents:1"],
+        &["commit:extents:4"],
+        &["commit:extentsflushed:2"],
+        &["commit:manifest:1"],
+        &["commit:manifest:3"],
+        &["commit:manifestflushed:4"],
+        &["commit:superblockhalf:1"],
+        &["commit:superblockhalf:3", "compute:embedbackward:11"],
+        &["commit:superblock:5", "down:demote:18:5"],
+    ];
+    let story = |instants: &&[&str]| instants.iter().map(|instant| kill(instant)).collect();
+    stories.iter().map(story).collect()
+}
+
+/// Kills and resumes one run as its story says; the instants that were reached.
+fn play(story: &[Kill]) -> Vec<String> {
+    let place = Place::new();
+    let mut reached = Vec::new();
+    let mut left = None;
+    for Kill(instant, commit) in story {
+        let mut arguments = vec!["--kill-at", instant];
+        arguments.extend(left.map(|_| "--resume"));
+        let output = place.train(&arguments);
+        assert_eq!(
+            output.status.signal(),
+            Some(SIGKILL),
+            "{instant}: {}",
+            words(&output)
+        );
+        let name: Vec<&str> = instant.split(':').take(2).collect();
+        reached.push(name.join(":"));
+        left = *commit;
+    }
+    if left.is_none() {
+        let refused = place.train(&["--resume"]);
+        assert_eq!(
+            refused.status.code(),
+            Some(2),
+            "{story:?}: {}",
+            words(&refused)
+        );
+    }
+    let said = match left {
+        Some(_) => place.train_to_end(&["--resume"]),
+        None => place.train_to_end(&[]),
+    };
+    // The run went on right after the commit that was expected to be left.
+    let first = left.unwrap_or(0) + 1;
+    assert!(
+        said.contains(&format!("\nstep {first}/{STEPS}: ")),
+        "{story:?}: {said}"
+    );
+    let before = format!("\nstep {}/{STEPS}: ", first - 1);
+    assert!(!said.contains(&before), "{story:?}: {said}");
+    place.assert_undisturbed(&format!("{story:?}"));
+    reached
+}
+
+#[test]
+fn killed_anywhere_a_run_goes_on_bitwise() {
+    LazyLock::force(&UNDISTURBED);
+    let (left, reached) = (Mutex::new(stories()), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let next = left.lock().unwrap().pop();
+                    let Some(story) = next else { return };
+                    let instants = play(&story);
+                    reached.lock().unwrap().extend(instants);
+                }
+            });
+        }
+    });
+    let reached = reached.into_inner().unwrap();
+    println!("{} kills", reached.len());
+    assert!(reached.len() >= 20);
+    let reached: BTreeSet<String> = reached.into_iter().collect();
+    let mut wanted: Vec<String> = ["compute:forward", "compute:backward", "update:update"]
+        .map(str::to_string)
+        .to_vec();
+    let phases = Phase::ALL.iter();
+    wanted.extend(phases.map(|phase| format!("commit:{phase:?}").to_lowercase()));
+    for instant in wanted {
+        assert!(reached.contains(&instant), "{instant} was never hit");
+    }
+}
+
+#[test]
+fn a_signal_ends_the_run_after_its_step_and_commit() {
+    let place = Place::new();
+    let signal = SIGTERM.to_string();
+    let at = ["--kill-at", "compute:backward:8", "--kill-signal", &signal];
+    let output = place.train(&at);
+    assert_eq!(
+        output.status.code(),
+        Some(128 + SIGTERM),
+        "{}",
+        words(&output)
+    );
+    let done = *place.steps().keys().last().unwrap();
+    assert!((8..STEPS).contains(&done), "{done}");
+    let said = words(&output);
+    assert!(said.contains(&format!("commit of step {done}")), "{said}");
+    assert!(
+        said.contains(&format!("signal {SIGTERM} after step {done}")),
+        "{said}"
+    );
+    place.train_to_end(&["--resume"]);
+    place.assert_undisturbed("SIGTERM");
+}
+
+#[test]
+fn without_checkpoints_a_run_says_so_and_leaves_none() {
+    let place = Place::new();
+    let off = ["--set", "checkpoint.every=0"];
+    let said = place.train_to_end(&off);
+    assert!(said.contains("checkpoint.every = 0"), "{said}");
+    assert!(!place.path("log/checkpoint").exists());
+    assert_eq!(place.steps(), UNDISTURBED.steps);
+    let signal = SIGTERM.to_string();
+    let at = ["--kill-at", "compute:loss:4", "--kill-signal", &signal];
+    let output = place.train(&[&off[..], &at].concat());
+    assert_eq!(
+        output.status.code(),
+        Some(128 + SIGTERM),
+        "{}",
+        words(&output)
+    );
+    let done = *place.steps().keys().last().unwrap();
+    let said = words(&output);
+    assert!(
+        said.contains(&format!("signal {SIGTERM} after step {done}")),
+        "{said}"
+    );
+    assert!(!said.contains("committed"), "{said}");
+}
+
+/// Trains with arguments that must be refused as bad input; what was said.
+fn refused(place: &Place, arguments: &[&str]) -> String {
+    let before = std::fs::read(place.path("log/metrics.jsonl")).unwrap();
+    let output = place.train(arguments);
+    assert_eq!(output.status.code(), Some(2), "{}", words(&output));
+    let after = std::fs::read(place.path("log/metrics.jsonl")).unwrap();
+    assert!(before == after, "a refused run leaves the metrics alone");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn another_run_over_the_commits_is_refused() {
+    let place = Place::new();
+    place.train_to_end(&["--set", "train.steps=4"]);
+    let said = refused(&place, &[]);
+    assert!(
+        said.contains("--resume") && said.contains("step 4"),
+        "{said}"
+    );
+    let said = refused(&place, &["--resume", "--set", "train.seed=6"]);
+    assert!(
+        said.contains("train.seed") && said.contains("--resume-changed"),
+        "{said}"
+    );
+    let said = refused(&place, &["--resume=2"]);
+    assert!(said.contains("3, 4"), "{said}");
+    std::fs::write(place.path("rows.jsonl"), "{\"input_ids\": [1, 2, 3]}\n").unwrap();
+    let said = refused(&place, &["--resume"]);
+    assert!(said.contains("data"), "{said}");
+}
+
+#[test]
+fn an_older_commit_is_gone_on_from() {
+    let place = Place::new();
+    place.train_to_end(&[]);
+    place.assert_undisturbed("never stopped");
+    let said = place.train_to_end(&["--resume=18"]);
+    assert!(
+        said.contains("\nstep 19/20: ") && !said.contains("\nstep 18/20: "),
+        "{said}"
+    );
+    place.assert_undisturbed("--resume=18");
+    // Where nothing is left to do, nothing is done.
+    place.train_to_end(&["--resume"]);
+    place.assert_undisturbed("--resume at the end");
+}
+
+#[test]
+fn another_plan_goes_on_from_the_same_bytes() {
+    let place = Place::new();
+    let output = place.train(&["--kill-at", "compute:forward:8"]);
+    assert_eq!(output.status.signal(), Some(SIGKILL));
+    let roomy = ["--set", "memory.host=64MiB", "--set", "memory.buffers=1"];
+    let more = [
+        "--resume",
+        "--set",
+        "memory.recompute=all",
+        "--kill-at",
+        "update:update:13",
+    ];
+    let output = place.train(&[&roomy[..], &more].concat());
+    assert_eq!(output.status.signal(), Some(SIGKILL), "{}", words(&output));
+    place.train_to_end(&["--resume"]);
+    place.assert_undisturbed("all in host in between");
+    assert!(Path::new(&place.path("store")).exists());
+}
