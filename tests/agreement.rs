@@ -5,6 +5,7 @@
 //! each comparison, places are filled with NaN as soon as they are released. Runs with their own
 //! number of threads, and those whose I/O the kernel counts, are processes of their own: this
 //! executable, asked for its one ignored test.
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 #[path = "support/tiny.rs"]
 mod support;

@@ -4,6 +4,7 @@
 //! the seed). Schedules are replayed over three steps on the machine in `plan_schedule/machine.rs`,
 //! with lanes picked at random and at the extremes. Then each wait is taken out: unless other waits
 //! imply it, starting its action as early as the rest allows must be caught.
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 #[path = "plan_schedule/machine.rs"]
 mod machine;

@@ -4,6 +4,7 @@
 //! chosen instants: in forward, backward, update and transfers, and at each phase of a commit. The
 //! instants that were reached are counted. Then what else a resume promises: signals, other
 //! settings, older commits.
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::ExitStatusExt;
@@ -228,7 +229,7 @@ fn play(story: &[Kill]) -> Vec<String> {
     let mut left = None;
     for (index, Kill(instant, commit)) in story.iter().enumerate() {
         let mut arguments = vec!["--kill-at", instant];
-        if (index + story.len()) % 2 == 0 {
+        if (index + story.len()).is_multiple_of(2) {
             arguments.extend(NO_HOMES);
         }
         arguments.extend(left.map(|_| "--resume"));

@@ -59,6 +59,9 @@ enum Access {
     Turns(Option<Content>, Option<Content>),
 }
 
+/// Every place that an action touches.
+type Accesses = Vec<(Place, Access)>;
+
 /// One replay.
 pub(crate) struct Machine<'a> {
     plan: &'a Plan,
@@ -67,7 +70,7 @@ pub(crate) struct Machine<'a> {
     lanes: Vec<Vec<usize>>,
     /// Actions done by each lane, over all steps.
     done_of_lane: [usize; 4],
-    running: [Option<(At, Vec<(Place, Access)>)>; 4],
+    running: [Option<(At, Accesses)>; 4],
     /// By action: steps in which it is done.
     done: Vec<u64>,
     places: BTreeMap<Place, Content>,
@@ -208,7 +211,7 @@ impl<'a> Machine<'a> {
         format!("step {step}, action {index} {action:?} {when}: {what}")
     }
 
-    fn start(&mut self, at: At) -> Result<Vec<(Place, Access)>, String> {
+    fn start(&mut self, at: At) -> Result<Accesses, String> {
         let accesses = self.accesses(at)?;
         for (other, theirs) in self.running.iter().flatten() {
             for (place, access) in &accesses {
@@ -239,7 +242,7 @@ impl<'a> Machine<'a> {
         Ok(accesses)
     }
 
-    fn stop(&mut self, (step, index): At, accesses: Vec<(Place, Access)>) -> Result<(), String> {
+    fn stop(&mut self, (step, index): At, accesses: Accesses) -> Result<(), String> {
         for (place, access) in accesses {
             let place = self.memory(place);
             let held = self.places.get(&place).cloned();
@@ -278,11 +281,8 @@ impl<'a> Machine<'a> {
     }
 
     /// Takes one use of what is bound, and says what its buffer must hold.
-    fn take_use(
-        &mut self,
-        layer: u16,
-        weights: Vec<(u16, u64)>,
-    ) -> Result<(Place, Access), String> {
+    fn take_use(&mut self, layer: u16, step: u64) -> Result<(Place, Access), String> {
+        let weights = self.weights(layer, step);
         match &mut self.bound {
             Some((buffer, bound, uses)) if *bound == layer && *uses > 0 => {
                 *uses -= 1;
@@ -293,30 +293,56 @@ impl<'a> Machine<'a> {
     }
 
     /// Every place that the action touches.
-    fn accesses(&mut self, (step, index): At) -> Result<Vec<(Place, Access)>, String> {
-        use Access::{Reads, Turns, Writes};
-        let head = self.plan.layer_count() - 1;
-        let version = if self.schedule.form == Form::Train {
+    fn accesses(&mut self, at: At) -> Result<Accesses, String> {
+        match self.schedule.actions[at.1].action {
+            Action::Gather { .. } | Action::Promote { .. } | Action::Bind { .. } => {
+                self.accesses_of_weights(at)
+            }
+            Action::Clear { .. }
+            | Action::Finish { .. }
+            | Action::Demote { .. }
+            | Action::Clip
+            | Action::Update { .. } => Ok(self.accesses_of_gradients(at)),
+            Action::Backward { .. } | Action::EmbedBackward { .. } => self.accesses_of_backward(at),
+            _ => self.accesses_of_forward(at),
+        }
+    }
+
+    /// Updates that weights must have had.
+    fn version(&self, step: u64) -> u64 {
+        if self.schedule.form == Form::Train {
             step
         } else {
             0
-        };
-        let tied = self.plan.tied;
-        let weights = |layer: u16| {
-            let mut weights = vec![(layer, version)];
-            if layer == head && tied {
-                weights.push((0, version));
-            }
-            weights
-        };
-        let home = |layer: u16| {
-            let content = Content::Weights(vec![(layer, version)]);
-            (Place::Home(layer), Reads(content))
-        };
-        let input = |layer: u16| Content::Input(layer, step);
-        let anchor = Place::Anchor;
+        }
+    }
+
+    fn head(&self) -> u16 {
+        self.plan.layer_count() - 1
+    }
+
+    /// What a layer's buffer must hold.
+    fn weights(&self, layer: u16, step: u64) -> Vec<(u16, u64)> {
+        let mut weights = vec![(layer, self.version(step))];
+        if layer == self.head() && self.plan.tied {
+            weights.push((0, self.version(step)));
+        }
+        weights
+    }
+
+    fn home(&self, layer: u16, step: u64) -> (Place, Access) {
+        let content = Content::Weights(vec![(layer, self.version(step))]);
+        (Place::Home(layer), Access::Reads(content))
+    }
+
+    fn accesses_of_weights(&self, (step, index): At) -> Result<Accesses, String> {
+        use Access::{Reads, Writes};
+        let (head, tied, anchor) = (self.head(), self.plan.tied, Place::Anchor);
         Ok(match self.schedule.actions[index].action {
-            Action::Gather { micro } => vec![home(0), (anchor(1, micro), Writes(input(1)))],
+            Action::Gather { micro } => vec![
+                self.home(0, step),
+                (anchor(1, micro), Writes(Content::Input(1, step))),
+            ],
             Action::Promote { layer, buffer } => {
                 let place = buffer_place(buffer);
                 if let Some((bound, layer, uses)) = self.bound
@@ -326,11 +352,11 @@ impl<'a> Machine<'a> {
                     return Err(format!("{place:?} is bound to layer {layer}"));
                 }
                 let mut accesses = vec![
-                    home(layer),
-                    (place, Writes(Content::Weights(weights(layer)))),
+                    self.home(layer, step),
+                    (place, Writes(Content::Weights(self.weights(layer, step)))),
                 ];
                 if layer == head && tied {
-                    accesses.push(home(0));
+                    accesses.push(self.home(0, step));
                 }
                 accesses
             }
@@ -342,14 +368,25 @@ impl<'a> Machine<'a> {
                 }
                 vec![(
                     buffer_place(buffer),
-                    Reads(Content::Weights(weights(layer))),
+                    Reads(Content::Weights(self.weights(layer, step))),
                 )]
             }
+            other => unreachable!("{other:?}"),
+        })
+    }
+
+    fn accesses_of_forward(&mut self, (step, index): At) -> Result<Accesses, String> {
+        use Access::{Reads, Turns, Writes};
+        let (head, tied, anchor) = (self.head(), self.plan.tied, Place::Anchor);
+        Ok(match self.schedule.actions[index].action {
             Action::Forward { layer, micro, keep } => {
                 let mut accesses = vec![
-                    self.take_use(layer, weights(layer))?,
-                    (anchor(layer, micro), Reads(input(layer))),
-                    (anchor(layer + 1, micro), Writes(input(layer + 1))),
+                    self.take_use(layer, step)?,
+                    (anchor(layer, micro), Reads(Content::Input(layer, step))),
+                    (
+                        anchor(layer + 1, micro),
+                        Writes(Content::Input(layer + 1, step)),
+                    ),
                 ];
                 let kept = |slot| {
                     (
@@ -361,23 +398,26 @@ impl<'a> Machine<'a> {
                 accesses
             }
             Action::ForwardOnly { layer, micro } => vec![
-                self.take_use(layer, weights(layer))?,
+                self.take_use(layer, step)?,
                 (
                     anchor(1, micro),
-                    Turns(Some(input(layer)), Some(input(layer + 1))),
+                    Turns(
+                        Some(Content::Input(layer, step)),
+                        Some(Content::Input(layer + 1, step)),
+                    ),
                 ),
             ],
             Action::Evaluate { micro } | Action::Logits { micro } => vec![
-                self.take_use(head, weights(head))?,
-                (anchor(1, micro), Reads(input(head))),
+                self.take_use(head, step)?,
+                (anchor(1, micro), Reads(Content::Input(head, step))),
             ],
             Action::Loss { micro } => {
                 let gradient = Content::Gradient(head, step);
                 let mut accesses = vec![
-                    self.take_use(head, weights(head))?,
+                    self.take_use(head, step)?,
                     (
                         anchor(head, micro),
-                        Turns(Some(input(head)), Some(gradient)),
+                        Turns(Some(Content::Input(head, step)), Some(gradient)),
                     ),
                     self.adds(Place::HeadSum, head, step, micro),
                 ];
@@ -386,10 +426,14 @@ impl<'a> Machine<'a> {
                 }
                 accesses
             }
-            Action::Clear { layer, accumulator } => {
-                let empty = Content::Sum(layer, step, 0, false);
-                vec![(sum_place(accumulator), Turns(None, Some(empty)))]
-            }
+            other => unreachable!("{other:?}"),
+        })
+    }
+
+    fn accesses_of_backward(&mut self, (step, index): At) -> Result<Accesses, String> {
+        use Access::{Reads, Turns};
+        let (head, tied, anchor) = (self.head(), self.plan.tied, Place::Anchor);
+        Ok(match self.schedule.actions[index].action {
             Action::Backward {
                 layer,
                 micro,
@@ -401,8 +445,8 @@ impl<'a> Machine<'a> {
                     Content::Gradient(layer, step),
                 );
                 let mut accesses = vec![
-                    self.take_use(layer, weights(layer))?,
-                    (anchor(layer, micro), Reads(input(layer))),
+                    self.take_use(layer, step)?,
+                    (anchor(layer, micro), Reads(Content::Input(layer, step))),
                     (anchor(head, micro), Turns(Some(from), Some(to))),
                     self.adds(sum_place(accumulator), layer, step, micro),
                 ];
@@ -421,6 +465,18 @@ impl<'a> Machine<'a> {
                     (anchor(head, micro), Reads(Content::Gradient(1, step))),
                     self.adds(Place::EmbedSum, 0, step, before + micro),
                 ]
+            }
+            other => unreachable!("{other:?}"),
+        })
+    }
+
+    fn accesses_of_gradients(&self, (step, index): At) -> Accesses {
+        use Access::{Reads, Turns};
+        let (head, tied) = (self.head(), self.plan.tied);
+        match self.schedule.actions[index].action {
+            Action::Clear { layer, accumulator } => {
+                let empty = Content::Sum(layer, step, 0, false);
+                vec![(sum_place(accumulator), Turns(None, Some(empty)))]
             }
             Action::Finish { layer, accumulator } => {
                 let both = layer == 0 && tied;
@@ -469,7 +525,8 @@ impl<'a> Machine<'a> {
                 }
                 accesses
             }
-        })
+            other => unreachable!("{other:?}"),
+        }
     }
 
     /// One more contribution to a sum; contributions come in the order of micro-batches.
