@@ -306,41 +306,7 @@ fn plan_device(
     };
     let map = DeviceMap::new(spec, shape);
     if map.bytes > budget {
-        let anchors = if shape.trains {
-            u64::from(spec.blocks) + 1
-        } else {
-            1
-        };
-        // A micro-batch's anchors, and what of it must be kept.
-        let per_micro = anchors * map.anchor_bytes + shape.kept / micros * map.workspace.bytes;
-        let fixed = map.bytes - per_micro * micros;
-        let largest = budget.saturating_sub(fixed) / per_micro;
-        let remedy = if config.memory.recompute == Recompute::None && least.bytes <= budget {
-            "set memory.recompute = \"auto\", or raise memory.device".to_string()
-        } else if largest > 0 {
-            format!(
-                "train.micro_batches = {largest} is the largest that fits, or raise memory.device"
-            )
-        } else {
-            format!(
-                "even one micro-batch needs {} bytes, {} of them for one layer's weights and \
-                 gradients: lower train.micro_batch or data.seq_len, or raise memory.device",
-                fixed + per_micro,
-                least
-                    .parts
-                    .iter()
-                    .take(3)
-                    .map(|(_, bytes)| bytes)
-                    .sum::<u64>()
-            )
-        };
-        return Err(Error::Budget {
-            tier: "device",
-            needed: map.bytes,
-            budget,
-            missing: map.bytes - budget,
-            remedy,
-        });
+        return Err(device_refusal(spec, config, &least, &map, budget));
     }
     // The last in forward order are kept: they wait for the shortest time.
     let all = (0..spec.blocks).flat_map(|block| {
@@ -350,6 +316,45 @@ fn plan_device(
         .skip(usize::try_from(pairs - shape.kept).expect("pairs are capped"))
         .collect();
     Ok((map, kept))
+}
+
+/// Why the device cannot hold the run, with the largest count of micro-batches that it can.
+fn device_refusal(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    least: &DeviceMap,
+    map: &DeviceMap,
+    budget: u64,
+) -> Error {
+    let (shape, micros) = (map.shape, map.shape.micros);
+    let anchors = if shape.trains {
+        u64::from(spec.blocks) + 1
+    } else {
+        1
+    };
+    // A micro-batch's anchors, and what of it must be kept.
+    let per_micro = anchors * map.anchor_bytes + shape.kept / micros * map.workspace.bytes;
+    let fixed = map.bytes - per_micro * micros;
+    let largest = budget.saturating_sub(fixed) / per_micro;
+    let remedy = if config.memory.recompute == Recompute::None && least.bytes <= budget {
+        "set memory.recompute = \"auto\", or raise memory.device".to_string()
+    } else if largest > 0 {
+        format!("train.micro_batches = {largest} is the largest that fits, or raise memory.device")
+    } else {
+        let layer: u64 = least.parts.iter().take(3).map(|(_, bytes)| bytes).sum();
+        format!(
+            "even one micro-batch needs {} bytes, {layer} of them for one layer's weights and \
+             gradients: lower train.micro_batch or data.seq_len, or raise memory.device",
+            fixed + per_micro,
+        )
+    };
+    Error::Budget {
+        tier: "device",
+        needed: map.bytes,
+        budget,
+        missing: map.bytes - budget,
+        remedy,
+    }
 }
 
 /// Pools that a run needs whatever is spilled.

@@ -1,5 +1,5 @@
-//! Poisoning, for tests: a place is filled with NaN as soon as the schedule has no more use for what
-//! it holds, so that a use after its release shows in the results.
+//! Poisoning, for tests: a place is filled with NaN as soon as the schedule has no more use for
+//! what it holds, so that a use after its release shows in the results.
 //!
 //! Only where [`Tiers::poison`](crate::transfer::Tiers::poison) is set; a run never does.
 

@@ -1,7 +1,8 @@
 //! `--kill-at`, for tests: a signal to this process itself at a chosen instant of a run.
 //!
-//! - `LANE:ACTION:STEP` or `LANE:ACTION:STEP:NTH`, as `compute:backward:7:2`: just before the second
-//!   backward of step 7. Steps are counted from 1, and so are the actions of that name in a step.
+//! - `LANE:ACTION:STEP` or `LANE:ACTION:STEP:NTH`, as `compute:backward:7:2`: just before the
+//!   second backward of step 7. Steps are counted from 1, and so are the actions of that name in a
+//!   step.
 //! - `commit:PHASE:NTH`, as `commit:manifestflushed:1`: when this process's first commit is there.
 
 use std::str::FromStr;
