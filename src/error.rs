@@ -137,6 +137,20 @@ pub enum Error {
         /// The first failure, as it printed.
         first: String,
     },
+    /// A call of the device's driver or libraries failed; the device takes no more work.
+    #[error("{device}: {call}: {message}{during}{remedy}")]
+    Device {
+        /// The device: `cuda:0`.
+        device: String,
+        /// The call with what it was about: `cuMemAlloc of 1024 bytes`, `launch of rope_bf16`.
+        call: String,
+        /// The driver's words.
+        message: String,
+        /// Empty, or ` during ` and the step's action at whose end it was met.
+        during: String,
+        /// Empty, or `; ` and what to do.
+        remedy: String,
+    },
     /// A loss, norm or gradient that is not a number, or too large for one.
     #[error(
         "step {step}: {what} is {value}; nothing of this step is kept, {last_commit}; \
@@ -180,7 +194,7 @@ impl Error {
             Error::Damaged { .. } | Error::ExtentChecksum { .. } => 3,
             Error::Io { .. } | Error::TileIo { .. } | Error::StoreFailed { .. } => 4,
             Error::Busy { .. } => 5,
-            Error::NonFinite { .. } => 1,
+            Error::NonFinite { .. } | Error::Device { .. } => 1,
             Error::Interrupted { signal, .. } => u8::try_from(128 + signal).unwrap_or(1),
         }
     }

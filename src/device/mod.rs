@@ -10,9 +10,11 @@
 //! launches.
 
 mod cpu;
+pub mod cuda;
 pub mod ops;
 
 pub use cpu::CpuDevice;
+pub use cuda::CudaDevice;
 
 use crate::error::Result;
 

@@ -1,0 +1,508 @@
+//! The CUDA device: one arena on a card, kernels compiled for it, cublasLt for products.
+//!
+//! - One context, one allocation for the arena, one for each of the fixed pools (staging rings, the
+//!   products' workspace); after [`CudaDevice::new`] no device memory is taken.
+//! - Three streams. A thread works on the one that it entered ([`CudaDevice::enter`]); compute, if it
+//!   entered none. Operations return at once; a stream runs them in order, and different streams are
+//!   ordered by the schedule alone.
+//! - Operations return nothing, so the first failed call is kept. [`CudaDevice::check`] gives it
+//!   out; after it no work is given to the card.
+//! - No float atomics, fixed grids for a shape, algorithms that no clock chose: the same bits on
+//!   every run of the same card and libraries.
+//!
+//! Kernels are launched by the operations of `kernels` and `attention`, products by `gemm`; which
+//! range may be used when is the schedule's to say.
+
+mod compile;
+mod driver;
+pub mod library;
+mod staging;
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys;
+
+use super::{Dtype, View};
+use crate::error::{Error, Result};
+use driver::{Context, DeviceMemory, Fault, Stream, checked};
+use staging::Staging;
+
+/// Bytes of scratch for the products and kernels of the compute stream.
+const WORKSPACE_BYTES: u64 = 32 << 20;
+
+/// Bytes of the longest index array that an operation stages: a million numbers.
+const STAGED_BYTES_MAX: usize = 4 << 20;
+
+/// Dynamic shared memory that a kernel gets without asking.
+const SHARED_BYTES_UNASKED: u32 = 48 << 10;
+
+/// The queue that a thread gives its work to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Queue {
+    /// Operations.
+    Compute,
+    /// Weights to the device.
+    Up,
+    /// Gradients from it.
+    Down,
+}
+
+/// A kernel's parameter.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Argument {
+    Pointer(u64),
+    U32(u32),
+    I32(i32),
+    U64(u64),
+    F32(f32),
+}
+
+impl Argument {
+    /// The parameter in the low bytes of a word.
+    fn word(self) -> u64 {
+        match self {
+            Argument::Pointer(v) | Argument::U64(v) => v,
+            Argument::U32(v) => u64::from(v),
+            Argument::I32(v) => u64::from(v.cast_unsigned()),
+            Argument::F32(v) => u64::from(v.to_bits()),
+        }
+    }
+}
+
+/// A kernel and the dynamic shared memory that it may be launched with.
+#[derive(Clone, Copy)]
+struct Kernel {
+    raw: sys::CUfunction,
+    shared_bytes: u32,
+}
+
+/// A loaded file of `kernels/`.
+struct Module(sys::CUmodule);
+
+/// A card as a device.
+pub struct CudaDevice {
+    name: String,
+    ordinal: usize,
+    activation: Dtype,
+    multiprocessors: u32,
+    arena: DeviceMemory,
+    workspace: DeviceMemory,
+    streams: [Stream; 3],
+    staging: [Mutex<Staging>; 3],
+    modules: Vec<Module>,
+    kernels: Mutex<HashMap<&'static str, Kernel>>,
+    fault: Mutex<Option<Fault>>,
+    failed: AtomicBool,
+    /// Last: everything above lives in it.
+    context: Context,
+}
+
+// SAFETY: modules and functions are driver handles, valid in any thread whose context is current;
+// what changes is behind locks.
+unsafe impl Send for CudaDevice {}
+// SAFETY: as for Send; the schedule keeps ranges of the arena apart.
+unsafe impl Sync for CudaDevice {}
+
+thread_local! {
+    static QUEUE: Cell<Queue> = const { Cell::new(Queue::Compute) };
+}
+
+impl CudaDevice {
+    /// Card `ordinal` with an arena of `arena_bytes` (rounded up to 2 MiB); `activation` is the
+    /// format of weights and activations. [`Error::Device`] names the call that failed and its bytes.
+    pub fn new(ordinal: usize, arena_bytes: u64, activation: Dtype) -> Result<CudaDevice> {
+        library::open()?;
+        let label = format!("cuda:{ordinal}");
+        let failed = |fault: Fault| fault.error(&label, "");
+        let card = Card::read(ordinal)?;
+        let context = Context::retain(card.raw).map_err(failed)?;
+        let arena_bytes = arena_bytes.max(1).next_multiple_of(2 << 20);
+        let memory = |bytes: u64| {
+            DeviceMemory::take(bytes).map_err(|fault| {
+                let free = context.memory().map_or(0, |(free, _)| free);
+                let remedy = format!(
+                    "; {free} bytes are free: lower memory.device, or end what uses the card"
+                );
+                fault.error(&label, &remedy)
+            })
+        };
+        let arena = memory(arena_bytes)?;
+        let workspace = memory(WORKSPACE_BYTES)?;
+        let stream = || Stream::new().map_err(failed);
+        let staging = |bytes| Staging::new(bytes).map(Mutex::new).map_err(failed);
+        let architecture = compile::architecture(card.capability);
+        let modules = compile::SOURCES
+            .iter()
+            .map(|source| load(&compile::code(source, &architecture)?, source.name, &label))
+            .collect::<Result<_>>()?;
+        let device = CudaDevice {
+            name: card.name,
+            ordinal,
+            activation,
+            multiprocessors: card.multiprocessors,
+            arena,
+            workspace,
+            streams: [stream()?, stream()?, stream()?],
+            staging: [staging(STAGED_BYTES_MAX)?, staging(4096)?, staging(4096)?],
+            modules,
+            kernels: Mutex::default(),
+            fault: Mutex::new(None),
+            failed: AtomicBool::new(false),
+            context,
+        };
+        Ok(device)
+    }
+
+    /// The card's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Bytes of the arena.
+    pub fn arena_bytes(&self) -> u64 {
+        self.arena.bytes
+    }
+
+    /// Format of weights and activations.
+    pub(super) fn activation(&self) -> Dtype {
+        self.activation
+    }
+
+    /// Multiprocessors of the card. A grid that depends on them must not decide an order of sums.
+    pub(super) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// From here on the calling thread's work goes to `queue`.
+    pub fn enter(&self, queue: Queue) {
+        QUEUE.set(queue);
+        let entered = self.context.enter();
+        self.keep(entered);
+    }
+
+    /// The first failure of any call; again at every later call.
+    pub fn check(&self) -> Result<()> {
+        match &*lock(&self.fault) {
+            Some(fault) => Err(fault.clone().error(&self.label(), "")),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until all work of the calling thread's queue is done.
+    pub fn settle(&self) {
+        self.attempt(|| self.stream().settle());
+    }
+
+    /// The view's address on the card.
+    ///
+    /// # Panics
+    /// If the view leaves the arena or its start is not a multiple of its element.
+    pub(super) fn pointer(&self, view: View) -> u64 {
+        assert_eq!(
+            view.offset % view.dtype.bytes(),
+            0,
+            "{view:?} starts on an element"
+        );
+        self.address(view.offset, view.bytes())
+    }
+
+    /// Address of a byte range of the arena.
+    fn address(&self, offset: u64, bytes: u64) -> u64 {
+        let end = offset.checked_add(bytes);
+        assert!(
+            end.is_some_and(|end| end <= self.arena.bytes),
+            "bytes {offset}+{bytes} of an arena of {}",
+            self.arena.bytes
+        );
+        self.arena.address + offset
+    }
+
+    /// Scratch of the compute stream, valid until the calling operation's last launch: the next one
+    /// may use it.
+    ///
+    /// # Panics
+    /// If `bytes` is more than 32 MiB, or the thread entered another queue.
+    pub(super) fn workspace(&self, bytes: u64) -> u64 {
+        assert!(
+            bytes <= WORKSPACE_BYTES,
+            "{bytes} bytes of {WORKSPACE_BYTES} of scratch"
+        );
+        assert_eq!(
+            QUEUE.get(),
+            Queue::Compute,
+            "scratch belongs to the compute stream"
+        );
+        self.workspace.address
+    }
+
+    /// Launches kernel `name` (`extern "C"`) on the calling thread's stream; an empty grid is no
+    /// launch.
+    pub(super) fn launch(
+        &self,
+        name: &'static str,
+        grid: (u32, u32, u32),
+        block: (u32, u32, u32),
+        shared_bytes: u32,
+        arguments: &[Argument],
+    ) {
+        if grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
+            return;
+        }
+        self.attempt(|| {
+            let kernel = self.kernel(name, shared_bytes)?;
+            let mut words: Vec<u64> = arguments.iter().map(|argument| argument.word()).collect();
+            let mut pointers: Vec<*mut c_void> = words
+                .iter_mut()
+                .map(|word| std::ptr::from_mut(word).cast())
+                .collect();
+            // SAFETY: the wrappers in this room pass each kernel the parameters that its source
+            // declares, with ranges in bounds by `pointer`; the driver copies the words before it
+            // returns (little-endian, so a short parameter is a word's first bytes).
+            let launched = unsafe {
+                sys::cuLaunchKernel(
+                    kernel.raw,
+                    grid.0,
+                    grid.1,
+                    grid.2,
+                    block.0,
+                    block.1,
+                    block.2,
+                    shared_bytes,
+                    self.stream().0,
+                    pointers.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            checked(launched, || {
+                format!(
+                    "launch of {name}, grid {grid:?}, block {block:?}, {shared_bytes} bytes shared"
+                )
+            })
+        });
+    }
+
+    /// Copies a small host array to the card in the stream's order and returns its address, valid
+    /// until the calling operation's last launch. At most seven arrays an operation.
+    ///
+    /// # Panics
+    /// If the array is longer than a million numbers.
+    pub(super) fn stage_u32(&self, values: &[u32]) -> u64 {
+        let mut address = self.arena.address;
+        self.attempt(|| {
+            address = lock(&self.staging[QUEUE.get() as usize]).put(values, self.stream())?;
+            Ok(())
+        });
+        address
+    }
+
+    /// Reads `count` f64 at `address` (of the workspace, or a view's) after all work of the calling
+    /// thread's stream; waits. Zeros after a failure, which [`CudaDevice::check`] tells.
+    pub(super) fn read_f64(&self, address: u64, count: usize) -> Vec<f64> {
+        let mut numbers = vec![0.0f64; count];
+        self.attempt(|| {
+            let stream = self.stream();
+            let bytes = count * size_of::<f64>();
+            // SAFETY: the vector has the bytes and outlives the copy, which is waited for.
+            unsafe { driver::copy_out(numbers.as_mut_ptr().cast(), address, bytes, stream)? };
+            stream.settle()
+        });
+        numbers
+    }
+
+    fn label(&self) -> String {
+        format!("cuda:{}", self.ordinal)
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.streams[QUEUE.get() as usize]
+    }
+
+    /// Makes a call, unless one has failed; keeps its failure.
+    fn attempt(&self, call: impl FnOnce() -> Result<(), Fault>) {
+        if !self.failed.load(Ordering::Acquire) {
+            let result = self.context.enter().and_then(|()| call());
+            self.keep(result);
+        }
+    }
+
+    fn keep(&self, result: Result<(), Fault>) {
+        if let Err(fault) = result {
+            lock(&self.fault).get_or_insert(fault);
+            self.failed.store(true, Ordering::Release);
+        }
+    }
+
+    /// The kernel, found in its module at its first launch, ready for `shared_bytes`.
+    fn kernel(&self, name: &'static str, shared_bytes: u32) -> Result<Kernel, Fault> {
+        let mut kernels = lock(&self.kernels);
+        let known = kernels.get(name).copied();
+        let mut kernel = match known {
+            Some(kernel) => kernel,
+            None => self.find_kernel(name)?,
+        };
+        if shared_bytes > kernel.shared_bytes {
+            let attribute =
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to a module that lives as long as self.
+            let set = unsafe {
+                sys::cuFuncSetAttribute(kernel.raw, attribute, shared_bytes.cast_signed())
+            };
+            checked(set, || {
+                format!("{shared_bytes} bytes of shared memory for {name}")
+            })?;
+            kernel.shared_bytes = shared_bytes;
+        }
+        kernels.insert(name, kernel);
+        Ok(kernel)
+    }
+
+    fn find_kernel(&self, name: &str) -> Result<Kernel, Fault> {
+        let symbol = CString::new(name).expect("a kernel's name");
+        let mut last = Err(Fault {
+            call: format!("find kernel {name}"),
+            message: "no module is loaded".to_string(),
+        });
+        for module in &self.modules {
+            let mut raw = std::ptr::null_mut();
+            // SAFETY: the module lives as long as self; `raw` outlives the call.
+            let found = unsafe { sys::cuModuleGetFunction(&mut raw, module.0, symbol.as_ptr()) };
+            last = checked(found, || format!("find kernel {name}"));
+            if last.is_ok() {
+                return Ok(Kernel {
+                    raw,
+                    shared_bytes: SHARED_BYTES_UNASKED,
+                });
+            }
+        }
+        last.map(|()| unreachable!("a found kernel was returned"))
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        // Nothing may be in flight when memory and streams go; a failed card has nothing in flight.
+        let _ = self.context.settle();
+        for module in self.modules.drain(..) {
+            // SAFETY: no launch is in flight, and nobody can launch any more.
+            let _ = unsafe { sys::cuModuleUnload(module.0) };
+        }
+    }
+}
+
+impl Fault {
+    fn error(self, device: &str, remedy: &str) -> Error {
+        Error::Device {
+            device: device.to_string(),
+            call: self.call,
+            message: self.message,
+            during: String::new(),
+            remedy: remedy.to_string(),
+        }
+    }
+}
+
+/// What a card says of itself.
+pub struct Card {
+    raw: sys::CUdevice,
+    /// Its name.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Bytes of its memory.
+    pub memory_bytes: u64,
+}
+
+/// Oldest card that serves: bf16 in hardware, cp.async.
+const CAPABILITY_MIN: (u32, u32) = (8, 0);
+
+impl Card {
+    /// Asks card `ordinal`. [`Error::Device`] where there is none or it has no bf16; the libraries
+    /// are opened first.
+    pub fn read(ordinal: usize) -> Result<Card> {
+        library::open()?;
+        let label = format!("cuda:{ordinal}");
+        let failed = |fault: Fault| fault.error(&label, "; `terrace doctor` lists the cards");
+        let index = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let mut raw = 0;
+        // SAFETY: the driver is started; `raw` outlives the call.
+        let found = unsafe { sys::cuDeviceGet(&mut raw, index) };
+        checked(found, || "cuDeviceGet".to_string()).map_err(failed)?;
+        let mut name = [0u8; 256];
+        // SAFETY: the buffer is 256 bytes long.
+        let named = unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), 256, raw) };
+        checked(named, || "cuDeviceGetName".to_string()).map_err(failed)?;
+        let name = std::ffi::CStr::from_bytes_until_nul(&name).unwrap_or_default();
+        let attribute = |which: sys::CUdevice_attribute| {
+            let mut value = 0;
+            // SAFETY: `value` outlives the call.
+            let got = unsafe { sys::cuDeviceGetAttribute(&mut value, which, raw) };
+            checked(got, || format!("cuDeviceGetAttribute {which:?}")).map_err(failed)?;
+            Ok::<u32, Error>(u32::try_from(value).unwrap_or(0))
+        };
+        use sys::CUdevice_attribute as Attribute;
+        let capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let name = name.to_string_lossy().into_owned();
+        if capability < CAPABILITY_MIN {
+            return Err(Error::Unsupported {
+                what: "card",
+                got: format!(
+                    "{name}, compute capability {}.{}",
+                    capability.0, capability.1
+                ),
+                supported: "8.0 and later, which compute in bf16".to_string(),
+            });
+        }
+        let mut memory_bytes = 0;
+        // SAFETY: the number outlives the call.
+        let sized = unsafe { sys::cuDeviceTotalMem_v2(&mut memory_bytes, raw) };
+        checked(sized, || "cuDeviceTotalMem".to_string()).map_err(failed)?;
+        Ok(Card {
+            raw,
+            name,
+            capability,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            memory_bytes: memory_bytes as u64,
+        })
+    }
+
+    /// Bytes that are free on the card at this instant.
+    pub fn free_bytes(&self) -> Result<u64> {
+        let failed = |fault: Fault| fault.error("cuda", "");
+        let context = Context::retain(self.raw).map_err(failed)?;
+        context.memory().map(|(free, _)| free).map_err(failed)
+    }
+}
+
+/// How many cards the driver sees.
+pub fn card_count() -> Result<usize> {
+    library::open()?;
+    let mut count = 0;
+    // SAFETY: the driver is started; `count` outlives the call.
+    let counted = unsafe { sys::cuDeviceGetCount(&mut count) };
+    checked(counted, || "cuDeviceGetCount".to_string()).map_err(|fault| fault.error("cuda", ""))?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+fn load(code: &[u8], name: &str, label: &str) -> Result<Module> {
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: `code` is a whole cubin, copied by the driver; the context is current.
+    let loaded = unsafe { sys::cuModuleLoadData(&mut raw, code.as_ptr().cast()) };
+    checked(loaded, || {
+        format!("cuModuleLoadData of kernels/{name}, {} bytes", code.len())
+    })
+    .map_err(|fault| fault.error(label, ""))?;
+    Ok(Module(raw))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
