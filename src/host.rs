@@ -129,6 +129,16 @@ impl HostCutter {
         }
     }
 
+    /// The whole arena, cut or not, for registration with a device.
+    pub fn span(&self) -> Span {
+        Span {
+            arena: self.arena.clone(),
+            start: 0,
+            end: self.arena.bytes,
+            stride: PAGE_BYTES as usize,
+        }
+    }
+
     /// Bytes not yet cut.
     pub fn left(&self) -> u64 {
         (self.arena.bytes - self.next) as u64

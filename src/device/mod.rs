@@ -14,7 +14,7 @@ pub mod cuda;
 pub mod ops;
 
 pub use cpu::CpuDevice;
-pub use cuda::CudaDevice;
+pub use cuda::{CudaDevice, Point, Queue};
 
 use crate::error::Result;
 
@@ -82,6 +82,8 @@ impl View {
 pub enum Device {
     /// The processor, in f32 arithmetic over bf16 or f32 weights.
     Cpu(CpuDevice),
+    /// A card: bf16 arithmetic with f32 sums, or f32.
+    Cuda(Box<CudaDevice>),
 }
 
 impl Device {
@@ -91,10 +93,66 @@ impl Device {
         Ok(Device::Cpu(CpuDevice::new(arena_bytes)?))
     }
 
+    /// A card with an arena of `arena_bytes` (rounded up to 2 MiB), whose weights and activations are
+    /// in `activation`. [`Error::Device`](crate::Error::Device) names the call that failed.
+    pub fn cuda(ordinal: usize, arena_bytes: u64, activation: Dtype) -> Result<Device> {
+        let cuda = CudaDevice::new(ordinal, arena_bytes, activation)?;
+        Ok(Device::Cuda(Box::new(cuda)))
+    }
+
+    /// From here on the calling thread's work goes to `queue`; a thread that entered none computes.
+    /// Queues run beside one another, each in order. The CPU device has none.
+    pub fn enter(&self, queue: Queue) {
+        if let Device::Cuda(cuda) = self {
+            cuda.enter(queue);
+        }
+    }
+
+    /// Whether operations may return before they are done.
+    pub fn is_asynchronous(&self) -> bool {
+        match self {
+            Device::Cpu(_) => false,
+            Device::Cuda(_) => true,
+        }
+    }
+
+    /// The point after all that the calling thread's queue was given so far; `None` if that is done.
+    pub fn point(&self) -> Option<Point> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => Some(cuda.point()),
+        }
+    }
+
+    /// Waits for a point of this device.
+    pub fn reach(&self, point: &Point) {
+        if let Device::Cuda(cuda) = self {
+            cuda.reach(point);
+        }
+    }
+
+    /// Waits until all work of the calling thread's queue is done.
+    pub fn settle(&self) {
+        if let Device::Cuda(cuda) = self {
+            cuda.settle();
+        }
+    }
+
+    /// The first failed call of the device, which operations do not return. Numbers that were read
+    /// from a device count only if this is asked afterwards.
+    /// [`Error::Device`](crate::Error::Device), again at every later call.
+    pub fn check(&self) -> Result<()> {
+        match self {
+            Device::Cpu(_) => Ok(()),
+            Device::Cuda(cuda) => cuda.check(),
+        }
+    }
+
     /// Bytes of the arena.
     pub fn arena_bytes(&self) -> u64 {
         match self {
             Device::Cpu(cpu) => cpu.arena_bytes(),
+            Device::Cuda(cuda) => cuda.arena_bytes(),
         }
     }
 
@@ -106,6 +164,7 @@ impl Device {
     pub fn copy_in(&self, offset: u64, bytes: &[u8]) {
         match self {
             Device::Cpu(cpu) => cpu.copy_in(offset, bytes),
+            Device::Cuda(cuda) => cuda.copy_in(offset, bytes),
         }
     }
 
@@ -116,6 +175,7 @@ impl Device {
     pub fn copy_out(&self, offset: u64, bytes: &mut [u8]) {
         match self {
             Device::Cpu(cpu) => cpu.copy_out(offset, bytes),
+            Device::Cuda(cuda) => cuda.copy_out(offset, bytes),
         }
     }
 
@@ -123,6 +183,7 @@ impl Device {
     pub fn poison(&self, view: View) {
         match self {
             Device::Cpu(cpu) => cpu.poison(view),
+            Device::Cuda(cuda) => cuda.poison(view),
         }
     }
 
@@ -130,6 +191,7 @@ impl Device {
     pub fn write_f32(&self, out: View, values: &[f32]) {
         match self {
             Device::Cpu(cpu) => cpu.write_f32(out, values),
+            Device::Cuda(cuda) => cuda.write_f32(out, values),
         }
     }
 }

@@ -40,7 +40,10 @@ pub struct SortedTokens {
 
 macro_rules! dispatch {
     ($self:ident, $name:ident ( $($arg:expr),* )) => {
-        match $self { Device::Cpu(cpu) => cpu.$name($($arg),*) }
+        match $self {
+            Device::Cpu(cpu) => cpu.$name($($arg),*),
+            Device::Cuda(cuda) => cuda.$name($($arg),*),
+        }
     };
 }
 
@@ -49,6 +52,7 @@ impl Device {
     pub fn activation_dtype(&self) -> Dtype {
         match self {
             Device::Cpu(_) => Dtype::F32,
+            Device::Cuda(cuda) => cuda.activation(),
         }
     }
 

@@ -264,7 +264,7 @@ impl Drop for CpuDevice {
 }
 
 /// Asserts that no output overlaps another output or an input.
-fn assert_apart(outputs: &[View], inputs: &[View]) {
+pub(super) fn assert_apart(outputs: &[View], inputs: &[View]) {
     let apart = |a: View, b: View| {
         a.count == 0
             || b.count == 0

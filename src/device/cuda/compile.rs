@@ -1,7 +1,6 @@
 //! Kernels from source to the card's code: NVRTC, once a card, then from a cache on disk.
 //!
-//! - One module a file of `kernels/`; sources are in the binary. `common.cuh` is put in front by the
-//!   `#include` that a kernel writes.
+//! - One module a `.cu` file of `kernels/`; sources and the headers beside them are in the binary.
 //! - The cache's key is everything that decides the code: sources, options, architecture and NVRTC's
 //!   version. A file that cannot be read or written is only slower; a damaged one is compiled anew.
 //! - Options are written out in full, no fast math: `--fmad=true` contracts a·b + c, which is exact
@@ -35,22 +34,24 @@ macro_rules! sources {
 }
 sources![];
 
-/// What kernels `#include`.
-const COMMON: &str = include_str!("../../../kernels/common.cuh");
+/// What kernels `#include`: its name and text.
+const HEADERS: &[(&str, &str)] = &[("common.cuh", include_str!("../../../kernels/common.cuh"))];
 
 /// Bytes in front of the code in a cache file: the code's own xxh3-128.
 const CACHE_HEADER_BYTES: usize = 16;
 
-/// The architecture of a card as NVRTC names it: `sm_90`.
+/// The architecture of a card as NVRTC names it; with `a` where kernels use what only this one has
+/// (wgmma): `sm_86`, `sm_90a`.
 pub(super) fn architecture(capability: (u32, u32)) -> String {
-    format!("sm_{}{}", capability.0, capability.1)
+    let feature = if capability == (9, 0) { "a" } else { "" };
+    format!("sm_{}{}{feature}", capability.0, capability.1)
 }
 
 /// Code of one source for `architecture`, from the cache or compiled. [`Error::Device`] with NVRTC's
 /// log if it does not compile.
 pub(super) fn code(source: &Source, architecture: &str) -> Result<Vec<u8>> {
     let version = nvrtc_version()?;
-    let options = options(architecture)?;
+    let options = options(architecture);
     let key = key(source, &options, version);
     let cached = cache_folder().map(|folder| folder.join(format!("{key:032x}.cubin")));
     if let Some(code) = cached.as_deref().and_then(read_cached) {
@@ -64,15 +65,7 @@ pub(super) fn code(source: &Source, architecture: &str) -> Result<Vec<u8>> {
     Ok(code)
 }
 
-fn options(architecture: &str) -> Result<Vec<String>> {
-    let include = library::include_folders();
-    if include.is_empty() {
-        return Err(failed(
-            "find cuda_bf16.h".to_string(),
-            "in none of the toolkit's or pip's include folders".to_string(),
-            "; install the CUDA toolkit, or pip install nvidia-cuda-runtime nvidia-cuda-cccl",
-        ));
-    }
+fn options(architecture: &str) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={architecture}"),
         "--std=c++17".to_string(),
@@ -81,18 +74,25 @@ fn options(architecture: &str) -> Result<Vec<String>> {
         "--prec-div=true".to_string(),
         "--prec-sqrt=true".to_string(),
     ];
+    // Kernels do without the toolkit's headers where it is not installed.
+    let include = library::include_folders();
     options.extend(
         include
             .iter()
             .map(|folder| format!("-I{}", folder.display())),
     );
-    Ok(options)
+    options
 }
 
 fn key(source: &Source, options: &[String], version: (i32, i32)) -> u128 {
     let mut hash = xxhash_rust::xxh3::Xxh3::new();
-    let words = [source.name, source.text, COMMON, &format!("{version:?}")];
-    for word in words.into_iter().chain(options.iter().map(String::as_str)) {
+    let words = [source.name, source.text, &format!("{version:?}")];
+    let headers = HEADERS.iter().flat_map(|(name, text)| [*name, *text]);
+    for word in words
+        .into_iter()
+        .chain(headers)
+        .chain(options.iter().map(String::as_str))
+    {
         hash.update(&(word.len() as u64).to_le_bytes());
         hash.update(word.as_bytes());
     }
@@ -127,7 +127,13 @@ fn compile(source: &Source, options: &[String]) -> Result<Vec<u8>> {
     let call = || format!("compile kernels/{}", source.name);
     let terminated = |text: &str| CString::new(text).expect("sources and options hold no zero");
     let (text, name) = (terminated(source.text), terminated(source.name));
-    let common = terminated(COMMON);
+    let headers: Vec<[CString; 2]> = HEADERS
+        .iter()
+        .map(|(name, text)| [terminated(name), terminated(text)])
+        .collect();
+    let header_texts: Vec<_> = headers.iter().map(|[_, text]| text.as_ptr()).collect();
+    let header_names: Vec<_> = headers.iter().map(|[name, _]| name.as_ptr()).collect();
+    let header_count = i32::try_from(HEADERS.len()).expect("a handful of headers");
     let mut program = Program(std::ptr::null_mut());
     // SAFETY: all strings outlive the program, whose handle is written to a live place.
     let made = unsafe {
@@ -135,9 +141,9 @@ fn compile(source: &Source, options: &[String]) -> Result<Vec<u8>> {
             &mut program.0,
             text.as_ptr(),
             name.as_ptr(),
-            1,
-            [common.as_ptr()].as_ptr(),
-            [c"common.cuh".as_ptr()].as_ptr(),
+            header_count,
+            header_texts.as_ptr(),
+            header_names.as_ptr(),
         )
     };
     if made != nvrtcResult::NVRTC_SUCCESS {

@@ -14,8 +14,11 @@
 //! range may be used when is the schedule's to say.
 
 mod compile;
+mod copies;
 mod driver;
+mod gemm;
 pub mod library;
+mod pending;
 mod staging;
 
 use std::cell::Cell;
@@ -26,9 +29,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
 
+use rayon::prelude::*;
+
+use super::cpu::assert_apart;
 use super::{Dtype, View};
 use crate::error::{Error, Result};
-use driver::{Context, DeviceMemory, Fault, Stream, checked};
+use crate::host::Span;
+use driver::{Context, DeviceMemory, Event, Fault, Stream, checked};
+use gemm::{BIAS_BYTES_MAX, Gemm};
 use staging::Staging;
 
 /// Bytes of scratch for the products and kernels of the compute stream.
@@ -50,6 +58,9 @@ pub enum Queue {
     /// Gradients from it.
     Down,
 }
+
+/// A point in a queue's work. Of a device that has failed, it is reached.
+pub struct Point(Option<Event>);
 
 /// A kernel's parameter.
 #[derive(Clone, Copy, Debug)]
@@ -88,6 +99,7 @@ pub struct CudaDevice {
     name: String,
     ordinal: usize,
     activation: Dtype,
+    capability: (u32, u32),
     multiprocessors: u32,
     arena: DeviceMemory,
     workspace: DeviceMemory,
@@ -97,6 +109,8 @@ pub struct CudaDevice {
     kernels: Mutex<HashMap<&'static str, Kernel>>,
     fault: Mutex<Option<Fault>>,
     failed: AtomicBool,
+    gemm: Gemm,
+    pinned: Mutex<Vec<Span>>,
     /// Last: everything above lives in it.
     context: Context,
 }
@@ -131,18 +145,24 @@ impl CudaDevice {
             })
         };
         let arena = memory(arena_bytes)?;
-        let workspace = memory(WORKSPACE_BYTES)?;
+        let workspace = memory(WORKSPACE_BYTES + BIAS_BYTES_MAX)?;
         let stream = || Stream::new().map_err(failed);
         let staging = |bytes| Staging::new(bytes).map(Mutex::new).map_err(failed);
         let architecture = compile::architecture(card.capability);
+        let codes: Vec<Vec<u8>> = compile::SOURCES
+            .par_iter()
+            .map(|source| compile::code(source, &architecture))
+            .collect::<Result<_>>()?;
         let modules = compile::SOURCES
             .iter()
-            .map(|source| load(&compile::code(source, &architecture)?, source.name, &label))
+            .zip(&codes)
+            .map(|(source, code)| load(code, source.name, &label))
             .collect::<Result<_>>()?;
         let device = CudaDevice {
             name: card.name,
             ordinal,
             activation,
+            capability: card.capability,
             multiprocessors: card.multiprocessors,
             arena,
             workspace,
@@ -152,6 +172,8 @@ impl CudaDevice {
             kernels: Mutex::default(),
             fault: Mutex::new(None),
             failed: AtomicBool::new(false),
+            gemm: Gemm::new().map_err(failed)?,
+            pinned: Mutex::default(),
             context,
         };
         Ok(device)
@@ -170,6 +192,11 @@ impl CudaDevice {
     /// Format of weights and activations.
     pub(super) fn activation(&self) -> Dtype {
         self.activation
+    }
+
+    /// Compute capability of the card, major and minor.
+    pub(super) fn capability(&self) -> (u32, u32) {
+        self.capability
     }
 
     /// Multiprocessors of the card. A grid that depends on them must not decide an order of sums.
@@ -195,6 +222,25 @@ impl CudaDevice {
     /// Waits until all work of the calling thread's queue is done.
     pub fn settle(&self) {
         self.attempt(|| self.stream().settle());
+    }
+
+    /// The point in the calling thread's queue after all that it was given so far.
+    pub fn point(&self) -> Point {
+        let mut point = None;
+        self.attempt(|| {
+            let event = Event::new()?;
+            event.record(self.stream())?;
+            point = Some(event);
+            Ok(())
+        });
+        Point(point)
+    }
+
+    /// Waits for a point; at once after a failure.
+    pub fn reach(&self, point: &Point) {
+        if let Some(event) = &point.0 {
+            self.attempt(|| event.wait());
+        }
     }
 
     /// The view's address on the card.
@@ -386,6 +432,7 @@ impl Drop for CudaDevice {
     fn drop(&mut self) {
         // Nothing may be in flight when memory and streams go; a failed card has nothing in flight.
         let _ = self.context.settle();
+        self.unpin();
         for module in self.modules.drain(..) {
             // SAFETY: no launch is in flight, and nobody can launch any more.
             let _ = unsafe { sys::cuModuleUnload(module.0) };
