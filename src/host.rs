@@ -13,6 +13,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crossbeam_channel::{Receiver, Sender};
+use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::tile::PAGE_BYTES;
@@ -68,9 +69,21 @@ impl HostArena {
             base,
             bytes: length,
         });
-        // SAFETY: the mapping is `length` bytes long and nobody else has it yet.
-        unsafe { std::ptr::write_bytes(base.as_ptr(), 0, length) };
+        arena.touch();
         Ok(HostCutter { arena, next: 0 })
+    }
+
+    /// Zeroes the mapping by all threads: one alone touches 5 GB a second.
+    fn touch(&self) {
+        const PIECE_BYTES: usize = 64 << 20;
+        (0..self.bytes)
+            .into_par_iter()
+            .step_by(PIECE_BYTES)
+            .for_each(|start| {
+                let bytes = PIECE_BYTES.min(self.bytes - start);
+                // SAFETY: a range of the mapping, each given to one thread; nobody else has it yet.
+                unsafe { std::ptr::write_bytes(self.base.as_ptr().add(start), 0, bytes) };
+            });
     }
 }
 

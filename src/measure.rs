@@ -11,10 +11,11 @@ use std::time::Instant;
 use rayon::prelude::*;
 
 use crate::config::IoEngine;
-use crate::device::{Device, Dtype, View};
+use crate::device::{Device, View};
 use crate::error::{Error, Result};
 use crate::host::{HostArena, Lease, Ring};
 use crate::optimizer::{self, AdamwStep, GradientSpan, Isa, PIECE_ELEMENTS, WeightSpan};
+use crate::plan::DeviceProfile;
 use crate::schedule::simulate::Rates;
 use crate::store::disk::Direction;
 use crate::store::{Completion, Request, Scratch, StoredSection};
@@ -27,13 +28,19 @@ pub const ADAMW_TRAFFIC_BYTES: u64 = 26;
 /// Extents in flight while the store is measured.
 const SLABS: usize = 16;
 
-/// Rates of this machine's CPU device, measured in a fraction of a second; the store's are what a
+/// Rates of this machine and a device, measured in a fraction of a second; the store's are what a
 /// common NVMe drive does: [`Hops`] measures it.
 ///
 /// # Errors
 /// Those of taking memory.
-pub fn measure_rates() -> Result<Rates> {
-    let device = measure_device(2 << 20)?;
+pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
+    // A card's copies are at their best from 16 MiB on, and no cache is in their way.
+    let copy_bytes = if profile.card.is_some() {
+        64 << 20
+    } else {
+        2 << 20
+    };
+    let device = measure_device(profile, copy_bytes)?;
     Ok(Rates {
         gemm: device.gemm,
         promote: device.copy_in,
@@ -41,7 +48,7 @@ pub fn measure_rates() -> Result<Rates> {
         store_read: 1.5e9,
         store_write: 1.5e9,
         adamw: measure_adamw(4 << 20, 3)?.parameters,
-        shared_cores: true,
+        shared_cores: profile.card.is_none(),
     })
 }
 
@@ -55,23 +62,36 @@ struct DeviceRates {
 }
 
 /// Copies are of `copy_bytes`: from host memory only if that is more than the caches hold.
-fn measure_device(copy_bytes: usize) -> Result<DeviceRates> {
-    const SIDE: u64 = 768;
-    let matrix = SIDE * SIDE;
-    let device = Device::cpu((3 * matrix * 4).max(copy_bytes as u64))?;
-    let view = |index: u64| View::new(index * matrix * 4, matrix, Dtype::F32);
+fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRates> {
+    let side: u64 = if profile.card.is_some() { 4096 } else { 768 };
+    let (matrix, width) = (side * side, profile.activation_bytes);
+    let arena_bytes = (3 * matrix * width).max(copy_bytes as u64);
+    let device = Device::open(profile.card, arena_bytes, width)?;
+    let act = device.activation_dtype();
+    let view = |index: u64| View::new(index * matrix * width, matrix, act);
     device.fill(view(0), 0.5);
     device.fill(view(1), 0.25);
-    let multiply = || device.linear_forward(view(0), view(1), None, view(2), SIDE, false);
+    let multiply = || {
+        device.linear_forward(view(0), view(1), None, view(2), side, false);
+        device.settle();
+    };
     multiply();
-    let gemm = 2.0 * (SIDE * matrix) as f64 / fastest_seconds(5, multiply);
-    let mut bytes = vec![1u8; copy_bytes];
-    let count = bytes.len() as f64;
-    Ok(DeviceRates {
+    let gemm = 2.0 * (side * matrix) as f64 / fastest_seconds(5, multiply);
+    let mut cutter = HostArena::take(copy_bytes as u64)?;
+    if let Device::Cuda(cuda) = &device {
+        // A refusal is told when the run's own memory is pinned.
+        cuda.pin(cutter.span()).ok();
+    }
+    let mut lease = cutter.cut(copy_bytes as u64);
+    let bytes = lease.as_mut_slice::<u8>();
+    let count = copy_bytes as f64;
+    let rates = DeviceRates {
         gemm,
-        copy_in: count / fastest_seconds(5, || device.copy_in(0, &bytes)),
-        copy_out: count / fastest_seconds(5, || device.copy_out(0, &mut bytes)),
-    })
+        copy_in: count / fastest_seconds(5, || device.copy_in(0, bytes)),
+        copy_out: count / fastest_seconds(5, || device.copy_out(0, bytes)),
+    };
+    device.check()?;
+    Ok(rates)
 }
 
 /// AdamW beside the stream that bounds it.
@@ -151,7 +171,7 @@ impl Hops {
     pub fn measure(directory: &Path, store_bytes: u64, engine: Option<IoEngine>) -> Result<Hops> {
         let place = Place::make(directory)?;
         let store = measure_store(&place.path, store_bytes, engine)?;
-        let device = measure_device(256 << 20)?;
+        let device = measure_device(&DeviceProfile::cpu(), 256 << 20)?;
         let adamw = measure_adamw(16 << 20, 5)?;
         Ok(Hops {
             rates: Rates {

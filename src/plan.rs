@@ -29,6 +29,8 @@ pub struct DeviceProfile {
     pub activation_bytes: u64,
     /// bf16 weights are converted before they are used.
     pub converts_bf16: bool,
+    /// The card's ordinal; `None` is the CPU device.
+    pub card: Option<usize>,
 }
 
 impl DeviceProfile {
@@ -38,15 +40,17 @@ impl DeviceProfile {
             name: "cpu".to_string(),
             activation_bytes: 4,
             converts_bf16: true,
+            card: None,
         }
     }
 
-    /// A CUDA device: bf16 activations and arithmetic on bf16 weights.
-    pub fn cuda(name: &str) -> DeviceProfile {
+    /// A card: activations in the weights' format, which need no conversion.
+    pub fn cuda(name: &str, card: usize, precision: Precision) -> DeviceProfile {
         DeviceProfile {
             name: name.to_string(),
-            activation_bytes: 2,
+            activation_bytes: Section::Weight.element_bytes(precision),
             converts_bf16: false,
+            card: Some(card),
         }
     }
 }

@@ -4,12 +4,16 @@
 //!   schedule in order and waits for what `after` names. Nothing else orders the lanes.
 //! - Steps overlap as the schedule says: a call returns when the step's loss and norm are known,
 //!   while its last updates may still run. [`Engine::drain`] waits for all of them.
+//! - A device may return from an operation before it is done. Lanes that copy wait for their copies;
+//!   the compute lane does not wait: what other lanes are after is marked by the marker's thread, once
+//!   the device has reached it.
 //! - The first failure of a lane stops all lanes; every later call returns an error.
 //! - A non-finite loss or norm stops the run before any update that it would reach (invariant 10).
 //!
 //! What is done and in which order is decided in `schedule`; how bytes move, in `transfer`.
 
 mod lanes;
+mod marker;
 mod poison;
 mod progress;
 mod update;
@@ -21,7 +25,7 @@ use crossbeam_channel::Sender;
 
 use crate::data::{IGNORE, Micro, sorted_tokens};
 use crate::device::ops::SortedTokens;
-use crate::device::{Dtype, View};
+use crate::device::{Dtype, Queue, View};
 use crate::error::{Error, Result};
 use crate::layer::{BlockTemplate, HeadTemplate};
 use crate::model::ModelSpec;
@@ -29,6 +33,7 @@ use crate::optimizer::{AdamwStep, Isa, clip_coefficient};
 use crate::plan::Plan;
 use crate::schedule::{Action, Form, Lane, Schedule};
 use crate::transfer::Tiers;
+use marker::Marker;
 use progress::{Failure, Progress};
 
 /// How AdamW runs in a step; the bias corrections and the rate are computed from it.
@@ -83,6 +88,8 @@ struct PassData {
 struct Pass {
     schedule: Arc<Schedule>,
     progress: Arc<Progress>,
+    /// By action: it is the compute lane's and another lane waits for it.
+    awaited: Arc<Vec<bool>>,
     /// Counted from 1 among passes of the same progress table.
     number: u64,
     data: PassData,
@@ -110,6 +117,7 @@ struct Shared {
 struct Track {
     schedule: Arc<Schedule>,
     progress: Arc<Progress>,
+    awaited: Arc<Vec<bool>>,
     number: u64,
 }
 
@@ -117,6 +125,8 @@ struct Track {
 pub struct Engine {
     shared: Arc<Shared>,
     lanes: Vec<(Sender<Arc<Pass>>, JoinHandle<()>)>,
+    /// Only where the device is asynchronous.
+    marker: Option<Marker>,
     train: Option<Track>,
     forward: Option<Track>,
 }
@@ -136,9 +146,13 @@ impl Engine {
             observer: OnceLock::new(),
         });
         shared.write_rope_table(spec);
+        shared.tiers.device.check()?;
+        let asynchronous = shared.tiers.device.is_asynchronous();
+        let marker = asynchronous.then(|| Marker::start(&shared)).transpose()?;
         let mut engine = Engine {
             shared,
             lanes: Vec::new(),
+            marker,
             train: None,
             forward: None,
         };
@@ -163,6 +177,7 @@ impl Engine {
             self.shared.failure.clone(),
         ));
         Track {
+            awaited: Arc::new(marker::awaited(&schedule)),
             schedule: Arc::new(schedule),
             progress,
             number: 0,
@@ -250,6 +265,8 @@ impl Engine {
         for track in self.train.iter().chain(&self.forward) {
             track.progress.wait_all(track.number)?;
         }
+        self.shared.tiers.device.settle();
+        self.shared.tiers.device.check()?;
         self.check_failure()
     }
 
@@ -298,6 +315,7 @@ impl Engine {
         Arc::new(Pass {
             schedule: track.schedule.clone(),
             progress: track.progress.clone(),
+            awaited: track.awaited.clone(),
             number: track.number,
             data: PassData {
                 sorted,
@@ -319,10 +337,17 @@ impl Engine {
             // A lane that has ended left its failure behind.
             sender.send(pass.clone()).ok();
         }
+        self.shared.tiers.device.enter(Queue::Compute);
         lanes::walk(&self.shared, Lane::Compute, pass, |index, action| {
             self.shared.compute(pass, action)?;
             self.shared.poison_after(pass, index);
-            pass.progress.mark(index, pass.number);
+            self.shared.check_device(action)?;
+            match &self.marker {
+                Some(marker) if pass.awaited[index] => {
+                    marker.mark_when_reached(&self.shared, pass, index);
+                }
+                _ => pass.progress.mark(index, pass.number),
+            }
             Ok(())
         })
         .map_err(|error| self.shared.failure.first_or(error))
@@ -345,6 +370,7 @@ impl Drop for Engine {
             drop(sender);
             thread.join().ok();
         }
+        self.marker.take();
     }
 }
 
@@ -385,6 +411,26 @@ impl Shared {
         }
         let view = View::new(self.plan.map.rope, table.len() as u64, Dtype::F32);
         self.tiers.device.write_f32(view, &table);
+    }
+
+    /// A failed call of the device, met at the end of an action.
+    fn check_device(&self, action: Action) -> Result<()> {
+        self.tiers.device.check().map_err(|error| match error {
+            Error::Device {
+                device,
+                call,
+                message,
+                remedy,
+                ..
+            } => Error::Device {
+                device,
+                call,
+                message,
+                during: format!(" during {action:?}"),
+                remedy,
+            },
+            other => other,
+        })
     }
 
     /// The error of a number that is not one; the run stops.

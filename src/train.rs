@@ -13,7 +13,7 @@ mod report;
 mod setup;
 
 pub use report::{Metrics, StepReport};
-pub use setup::{Budget, build_engine, resolve_budgets};
+pub use setup::{Budget, build_engine, choose_device, resolve_budgets};
 
 use std::path::Path;
 use std::sync::Arc;

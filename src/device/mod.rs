@@ -100,6 +100,16 @@ impl Device {
         Ok(Device::Cuda(Box::new(cuda)))
     }
 
+    /// Card `card`, or the CPU device, with an arena of `arena_bytes`; a card's weights and
+    /// activations have `activation_bytes` a number, 2 or 4.
+    pub fn open(card: Option<usize>, arena_bytes: u64, activation_bytes: u64) -> Result<Device> {
+        match (card, activation_bytes) {
+            (None, _) => Device::cpu(arena_bytes),
+            (Some(ordinal), 2) => Device::cuda(ordinal, arena_bytes, Dtype::Bf16),
+            (Some(ordinal), _) => Device::cuda(ordinal, arena_bytes, Dtype::F32),
+        }
+    }
+
     /// From here on the calling thread's work goes to `queue`; a thread that entered none computes.
     /// Queues run beside one another, each in order. The CPU device has none.
     pub fn enter(&self, queue: Queue) {

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crossbeam_channel::Receiver;
 
 use super::{Pass, Shared, update};
-use crate::device::{Dtype, View};
+use crate::device::{Dtype, Queue, View};
 use crate::error::{Error, Result};
 use crate::layer::{self, HeadTemplate};
 use crate::layer::{BlockUse, HeadAccumulators, HeadUse};
@@ -31,6 +31,11 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
         }
     }
     let mut ended = Ended(shared, None);
+    match lane {
+        Lane::Up => shared.tiers.device.enter(Queue::Up),
+        Lane::Down => shared.tiers.device.enter(Queue::Down),
+        Lane::Compute | Lane::Update => {}
+    }
     let mut states = crate::transfer::states::StateStream::new(&shared.tiers);
     for pass in passes {
         ended.1 = Some(pass.clone());
@@ -43,6 +48,9 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
                 };
                 result?;
                 shared.poison_after(&pass, index);
+                // Copies are done; a poisoned place must be so too before others write to it.
+                shared.tiers.device.settle();
+                shared.check_device(action)?;
                 pass.progress.mark(index, pass.number);
                 Ok(())
             }),
@@ -89,6 +97,11 @@ pub(super) fn walk(
 /// Waits for everything that an action is after; false if a lane has failed.
 pub(super) fn await_turn(shared: &Shared, lane: Lane, pass: &Pass, index: usize) -> bool {
     for after in &pass.schedule.actions[index].after {
+        // Its own stream keeps the compute lane's actions in order, done or only launched.
+        let of = pass.schedule.actions[after.action as usize].lane;
+        if (lane, of) == (Lane::Compute, Lane::Compute) {
+            continue;
+        }
         let number = pass.number - u64::from(after.previous);
         if pass.progress.is_done(after.action, number) {
             continue;

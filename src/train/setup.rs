@@ -1,10 +1,11 @@
-//! Memory and engine of a run: what `"auto"` comes to, arenas, scratch store.
+//! Memory and engine of a run: which device, what `"auto"` comes to, arenas, scratch store.
 
 use std::path::PathBuf;
 
 use crate::config::{RunConfig, Size, StorePath};
 use crate::device::Device;
-use crate::error::Result;
+use crate::device::cuda::Card;
+use crate::error::{Error, Result};
 use crate::host::HostArena;
 use crate::machine::{self, HostMemory};
 use crate::model::ModelSpec;
@@ -17,6 +18,51 @@ use crate::store::{Scratch, StoredSection};
 use crate::tile::{Precision, Section};
 use crate::transfer::Tiers;
 
+/// The device that `--device` names, and a sentence that says which and why: `cpu`, `cuda:N`, or
+/// `auto`, the first card where there is one with its libraries, else the CPU.
+pub fn choose_device(text: &str, precision: Precision) -> Result<(DeviceProfile, String)> {
+    let card = |ordinal: usize| {
+        let card = Card::read(ordinal)?;
+        let sentence = format!(
+            "device: cuda:{ordinal}, {}, {} of memory",
+            card.name,
+            crate::plan::bytes_text(card.memory_bytes)
+        );
+        let profile = DeviceProfile::cuda(&card.name, ordinal, precision);
+        Ok::<_, Error>((profile, sentence))
+    };
+    match text {
+        "cpu" => Ok((DeviceProfile::cpu(), "device: cpu".to_string())),
+        "auto" => Ok(card(0).unwrap_or_else(|error| {
+            let sentence = format!("device: cpu (auto found no card: {error})");
+            (DeviceProfile::cpu(), sentence)
+        })),
+        _ => {
+            let ordinal = text
+                .strip_prefix("cuda")
+                .map(|rest| rest.strip_prefix(':').unwrap_or(rest));
+            match ordinal.map(|ordinal| {
+                if ordinal.is_empty() {
+                    Ok(0)
+                } else {
+                    ordinal.parse()
+                }
+            }) {
+                Some(Ok(ordinal)) => card(ordinal),
+                _ => Err(Error::Unsupported {
+                    what: "device",
+                    got: text.to_string(),
+                    supported: "cpu, cuda:0 (or another card's number), auto".to_string(),
+                }),
+            }
+        }
+    }
+}
+
+/// Device memory of a card that `"auto"` leaves: context, kernels, staging rings, the products'
+/// workspace.
+const CARD_RESERVE_BYTES: u64 = 768 << 20;
+
 /// Budgets with `"auto"` resolved, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Budget {
@@ -28,16 +74,32 @@ pub struct Budget {
     pub sentences: Vec<String>,
 }
 
-/// Resolves `"auto"` sizes on this machine for the CPU device: the device's arena is RAM too, so it
-/// comes off the host's.
-pub fn resolve_budgets(spec: &ModelSpec, config: &RunConfig) -> Budget {
+/// Resolves `"auto"` sizes on this machine. The CPU device's arena is RAM too, so it comes off the
+/// host's; a card's is what is free on it. [`Error::Device`] where the card does not say.
+pub fn resolve_budgets(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    profile: &DeviceProfile,
+) -> Result<Budget> {
     let memory = HostMemory::read();
     let auto = memory.auto();
     let mut sentences = Vec::new();
     let device = match config.memory.device {
         Size::Bytes(bytes) => bytes,
+        Size::Auto if profile.card.is_some() => {
+            let card = Card::read(profile.card.unwrap_or(0))?;
+            let free = card.free_bytes()?.saturating_sub(CARD_RESERVE_BYTES);
+            let device = everything_kept(spec, config, profile).min(free);
+            sentences.push(format!(
+                "memory.device = auto: {} ({} are free on the card, less {})",
+                crate::plan::bytes_text(device),
+                crate::plan::bytes_text(free),
+                crate::plan::bytes_text(CARD_RESERVE_BYTES)
+            ));
+            device
+        }
         Size::Auto => {
-            let all_kept = everything_kept(spec, config);
+            let all_kept = everything_kept(spec, config, profile);
             // Host states come first: the arena takes at most what they leave, or half.
             let device = all_kept.min(auto / 2);
             sentences.push(format!(
@@ -50,14 +112,20 @@ pub fn resolve_budgets(spec: &ModelSpec, config: &RunConfig) -> Budget {
     let host = match config.memory.host {
         Size::Bytes(bytes) => bytes,
         Size::Auto => {
-            let host = auto.saturating_sub(device);
+            let in_ram = if profile.card.is_none() { device } else { 0 };
+            let host = auto.saturating_sub(in_ram);
             sentences.push(format!(
-                "memory.host = auto: {} (available {}{}, less a reserve and the device's arena)",
+                "memory.host = auto: {} (available {}{}, less a reserve{})",
                 crate::plan::bytes_text(host),
                 crate::plan::bytes_text(memory.available),
                 memory.cgroup_left.map_or(String::new(), |left| {
                     format!(", cgroup leaves {}", crate::plan::bytes_text(left))
-                })
+                }),
+                if in_ram > 0 {
+                    " and the device's arena"
+                } else {
+                    ""
+                }
             ));
             host
         }
@@ -86,7 +154,7 @@ pub fn resolve_budgets(spec: &ModelSpec, config: &RunConfig) -> Budget {
     let total = store
         .iter()
         .fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
-    Budget {
+    Ok(Budget {
         budgets: Budgets {
             device,
             host,
@@ -94,12 +162,11 @@ pub fn resolve_budgets(spec: &ModelSpec, config: &RunConfig) -> Budget {
         },
         store,
         sentences,
-    }
+    })
 }
 
 /// Bytes of the device's arena with nothing recomputed.
-fn everything_kept(spec: &ModelSpec, config: &RunConfig) -> u64 {
-    let profile = DeviceProfile::cpu();
+fn everything_kept(spec: &ModelSpec, config: &RunConfig, profile: &DeviceProfile) -> u64 {
     let shape = DeviceShape {
         tokens: config.train.micro_batch * config.data.seq_len,
         seq_len: config.data.seq_len,
@@ -107,7 +174,7 @@ fn everything_kept(spec: &ModelSpec, config: &RunConfig) -> u64 {
         buffers: config.memory.buffers,
         kept: u64::from(spec.blocks) * config.train.micro_batches,
         activation_bytes: profile.activation_bytes,
-        converts_weights: config.model.precision == Precision::Bf16,
+        converts_weights: profile.converts_bf16 && config.model.precision == Precision::Bf16,
         precision: config.model.precision,
         trains: true,
     };
@@ -115,7 +182,7 @@ fn everything_kept(spec: &ModelSpec, config: &RunConfig) -> u64 {
 }
 
 /// Takes every tier's memory as the plan says and starts the lanes. Nothing is in the tiles yet.
-/// Also what a person should know of the store.
+/// Also what a person should know of the store and of pinning.
 pub fn build_engine(
     spec: &ModelSpec,
     config: &RunConfig,
@@ -124,7 +191,21 @@ pub fn build_engine(
     trace: bool,
 ) -> Result<(Engine, Vec<String>)> {
     let mut sentences = Vec::new();
+    // The card first: its lack shows before host memory is touched.
+    let device = Device::open(
+        plan.device.card,
+        plan.map.bytes,
+        plan.device.activation_bytes,
+    )?;
     let mut cutter = HostArena::take(plan.host.bytes)?;
+    if let Device::Cuda(cuda) = &device
+        && let Err(refusal) = cuda.pin(cutter.span())
+    {
+        sentences.push(format!(
+            "warning: host memory is pageable, copies to the card are slow: {refusal}; raise the \
+             limit of locked memory (ulimit -l)"
+        ));
+    }
     let slabs = usize::try_from(plan.host.slabs).expect("slabs are capped");
     let ring = cutter.cut_ring(slabs, plan.host.slab_bytes);
     let store = if plan.spills() {
@@ -138,7 +219,6 @@ pub fn build_engine(
     } else {
         None
     };
-    let device = Device::cpu(plan.map.bytes)?;
     let tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(trace));
     Ok((Engine::start(spec, plan, tiers, Isa::detect())?, sentences))
 }

@@ -7,6 +7,7 @@ use clap::Args;
 use terrace::config::{RunConfig, Size};
 use terrace::data::preview::{PreviewOptions, preview as write_preview};
 use terrace::data::{Dataset, TextTokenizer};
+use terrace::device::cuda;
 use terrace::error::{Error, Result};
 use terrace::hf;
 use terrace::machine::{self, HostMemory};
@@ -15,7 +16,8 @@ use terrace::optimizer::Isa;
 use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::simulate::{Rates, simulate};
-use terrace::train::{model_dir, resolve_budgets};
+use terrace::tile::Precision;
+use terrace::train::{choose_device, model_dir, resolve_budgets};
 
 use crate::{RunFile, say};
 
@@ -73,7 +75,8 @@ fn size(flag: &str, text: &str) -> Result<u64> {
 pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
     let config = arguments.file.read()?;
     let (spec, _) = hf::read_config(model_dir(&config)?)?;
-    let mut budget = resolve_budgets(&spec, &config);
+    // A plan needs no card: what is not said on the command line is this machine's as without one.
+    let mut budget = resolve_budgets(&spec, &config, &DeviceProfile::cpu())?;
     let replaced = |flag, text: &Option<String>, to: &mut u64| -> Result<()> {
         if let Some(text) = text {
             *to = size(flag, text)?;
@@ -97,9 +100,12 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
     )?;
     // Device memory on the command line means a GPU, and rates of a server with one.
     let (profile, mut rates) = if arguments.device_memory.is_some() {
-        (DeviceProfile::cuda("gpu"), gpu_rates())
+        (
+            DeviceProfile::cuda("gpu", 0, config.model.precision),
+            gpu_rates(),
+        )
     } else {
-        (DeviceProfile::cpu(), measure_rates()?)
+        (DeviceProfile::cpu(), measure_rates(&DeviceProfile::cpu())?)
     };
     override_rates(arguments, &mut rates)?;
     let plan = Plan::new(&spec, &config, &profile, budget.budgets, Purpose::Train)?;
@@ -292,10 +298,50 @@ pub(crate) fn doctor(arguments: &DoctorArguments) -> Result<()> {
     if let Some(warning) = &probe.warning {
         say(warning)?;
     }
-    say("gpu: this build has no CUDA device; the CPU device trains small models")?;
-    let rates = measure_rates()?;
+    say_rates(&DeviceProfile::cpu())?;
+    doctor_cuda()
+}
+
+/// Libraries and cards, and what a missing one needs.
+fn doctor_cuda() -> Result<()> {
+    for line in cuda::library::report() {
+        say(&line)?;
+    }
+    let count = match cuda::card_count() {
+        Ok(count) => count,
+        Err(error) => return say(&format!("gpu: none is used; {error}")),
+    };
+    if count == 0 {
+        say("gpu: the driver sees no card; the CPU device trains small models")?;
+    }
+    for ordinal in 0..count {
+        match cuda::Card::read(ordinal) {
+            Ok(card) => say(&format!(
+                "cuda:{ordinal}: {}, compute capability {}.{}, {} multiprocessors, {} of memory, \
+                 {} free",
+                card.name,
+                card.capability.0,
+                card.capability.1,
+                card.multiprocessors,
+                bytes_text(card.memory_bytes),
+                bytes_text(card.free_bytes()?)
+            ))?,
+            Err(error) => say(&format!("cuda:{ordinal}: {error}"))?,
+        }
+    }
+    // A card that fails here would fail a run: the error says why.
+    let (profile, _) = choose_device("auto", Precision::Bf16)?;
+    if profile.card.is_some() {
+        say_rates(&profile)?;
+    }
+    Ok(())
+}
+
+fn say_rates(profile: &DeviceProfile) -> Result<()> {
+    let rates = measure_rates(profile)?;
     say(&format!(
-        "measured: GEMM {:.0} GFLOP/s, copy {:.1} GB/s, AdamW {:.2} G parameters/s",
+        "measured on {}: GEMM {:.0} GFLOP/s, copy {:.1} GB/s, AdamW {:.2} G parameters/s",
+        profile.name,
         rates.gemm / 1e9,
         rates.promote / 1e9,
         rates.adamw / 1e9

@@ -12,9 +12,9 @@ use terrace::error::{Error, Result};
 use terrace::generate::{Sampling, generate as extend};
 use terrace::hf::{self, ExportDtype, ExportOptions, WeightSource};
 use terrace::model::ModelSpec;
-use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text};
+use terrace::plan::{Plan, Purpose, bytes_text};
 use terrace::tile::Precision;
-use terrace::train::{build_engine, model_dir, resolve_budgets};
+use terrace::train::{build_engine, choose_device, model_dir, resolve_budgets};
 
 use crate::say;
 
@@ -102,6 +102,9 @@ impl Weights {
 pub(crate) struct GenerateArguments {
     #[command(flatten)]
     source: Source,
+    /// Where to compute: cpu, cuda:0, or auto (a card if there is one)
+    #[arg(long, default_value = "auto")]
+    device: String,
     /// Text to continue; standard input if absent
     #[arg(long)]
     prompt: Option<String>,
@@ -146,8 +149,8 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<()> {
     if let Some(text) = &arguments.host_memory {
         config.memory.host = Size::parse(text, "--host-memory")?;
     }
-    let budget = resolve_budgets(&opened.spec, &config);
-    let profile = DeviceProfile::cpu();
+    let (profile, _) = choose_device(&arguments.device, config.model.precision)?;
+    let budget = resolve_budgets(&opened.spec, &config, &profile)?;
     let mut budgets = budget.budgets;
     budgets.device = u64::MAX;
     let plan = Plan::new(&opened.spec, &config, &profile, budgets, Purpose::Forward)?;

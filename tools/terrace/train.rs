@@ -15,10 +15,10 @@ use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
 use terrace::generate::{Sampling, generate};
 use terrace::measure::measure_rates;
-use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
+use terrace::plan::{Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::simulate::{Prediction, simulate};
-use terrace::train::{Run, Start, StepReport, Trainer, resolve_budgets};
+use terrace::train::{Run, Start, StepReport, Trainer, choose_device, resolve_budgets};
 use terrace::{machine, quickstart};
 
 use crate::{kill_at, say};
@@ -36,7 +36,7 @@ pub(crate) struct TrainArguments {
     /// Change a value: --set train.steps=20
     #[arg(long = "set", value_name = "TABLE.KEY=VALUE")]
     sets: Vec<String>,
-    /// Where to compute: cpu, or auto
+    /// Where to compute: cpu, cuda:0, or auto (a card if there is one)
     #[arg(long, default_value = "auto")]
     device: String,
     /// Go on from the last commit, or from that of STEP
@@ -83,17 +83,17 @@ fn watch_signals() -> Result<Arc<AtomicI32>> {
 
 /// Runs the command.
 pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
-    check_device(&arguments.device)?;
     let start = parse_start(arguments.resume.as_deref())?;
     let config = read_config(arguments)?;
+    let (profile, device) = choose_device(&arguments.device, config.model.precision)?;
+    say(&device)?;
     let signal = watch_signals()?;
     let run = Run::prepare(config)?;
     describe(&run)?;
-    let budget = resolve_budgets(&run.spec, &run.config);
+    let budget = resolve_budgets(&run.spec, &run.config, &profile)?;
     for sentence in &budget.sentences {
         say(sentence)?;
     }
-    let profile = DeviceProfile::cpu();
     let plan = Plan::new(
         &run.spec,
         &run.config,
@@ -101,7 +101,7 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         budget.budgets,
         Purpose::Train,
     )?;
-    let rates = measure_rates()?;
+    let rates = measure_rates(&profile)?;
     let prediction = simulate(&plan, &Schedule::train(&plan), &rates);
     say(&plan.table(&prediction, &rates))?;
     let entropy = held_out_entropy(&run);
@@ -165,17 +165,6 @@ fn say_commit(step: u64, directory: &Path) -> Result<()> {
          `terrace export --checkpoint {checkpoint} --out DIR` writes it for transformers, \
          `terrace generate --checkpoint {checkpoint}` talks to it"
     ))
-}
-
-fn check_device(device: &str) -> Result<()> {
-    if matches!(device, "cpu" | "auto") {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        what: "device",
-        got: device.to_string(),
-        supported: "cpu, auto".to_string(),
-    })
 }
 
 fn parse_start(resume: Option<&str>) -> Result<Start> {
