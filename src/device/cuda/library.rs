@@ -54,18 +54,7 @@ const LIBRARIES: [Library; 3] = [
 /// Makes the three libraries ready and starts the driver. [`Error::Device`] names what lacks and how
 /// to get it.
 pub(super) fn open() -> Result<()> {
-    for library in &LIBRARIES {
-        if !make_present(library) {
-            return Err(Error::Device {
-                device: "cuda".to_string(),
-                call: format!("open lib{}.so", library.name),
-                message: "found neither by the loader nor in the toolkit's or pip's folders"
-                    .to_string(),
-                during: String::new(),
-                remedy: format!("; install {}, or use --device cpu", library.package),
-            });
-        }
-    }
+    LIBRARIES.iter().try_for_each(require)?;
     let failed = |call: &str, message: String, remedy: &str| Error::Device {
         device: "cuda".to_string(),
         call: call.to_string(),
@@ -95,6 +84,27 @@ pub(super) fn open() -> Result<()> {
         ));
     }
     Ok(())
+}
+
+/// Makes NVRTC alone ready: kernels are compiled on machines without a card, too.
+pub(super) fn open_nvrtc() -> Result<()> {
+    LIBRARIES
+        .iter()
+        .filter(|library| library.name == "nvrtc")
+        .try_for_each(require)
+}
+
+fn require(library: &Library) -> Result<()> {
+    if make_present(library) {
+        return Ok(());
+    }
+    Err(Error::Device {
+        device: "cuda".to_string(),
+        call: format!("open lib{}.so", library.name),
+        message: "found neither by the loader nor in the toolkit's or pip's folders".to_string(),
+        during: String::new(),
+        remedy: format!("; install {}, or use --device cpu", library.package),
+    })
 }
 
 /// One line a library: where it is, or what to install.

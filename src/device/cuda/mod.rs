@@ -539,6 +539,16 @@ pub fn card_count() -> Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
+/// Every kernel's code for an architecture (`sm_80`), by file; needs NVRTC and no card.
+/// [`Error::Device`] with NVRTC's words if one does not compile.
+pub fn compile_kernels(architecture: &str) -> Result<Vec<(&'static str, Vec<u8>)>> {
+    library::open_nvrtc()?;
+    compile::SOURCES
+        .iter()
+        .map(|source| Ok((source.name, compile::code(source, architecture)?)))
+        .collect()
+}
+
 fn load(code: &[u8], name: &str, label: &str) -> Result<Module> {
     let mut raw = std::ptr::null_mut();
     // SAFETY: `code` is a whole cubin, copied by the driver; the context is current.
