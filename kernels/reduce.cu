@@ -1,0 +1,148 @@
+// Sums over rows (gradients of biases and norm weights) and over whole arrays.
+//
+//   column_partials:  partial[b, c] = Σ x[r, c] over the rows r of block b
+//   add_partials:     out[c] += Σ_b partial[b, c]
+//   square_partials:  partial[b] = Σ x² over piece b;   sum_partials: Σ x
+//   total:            out = Σ_b partial[b]
+//
+// Shapes: x [R, C] in T (bf16 or f32) for columns, [n] f32 for whole arrays; partial f32 for
+// columns, f64 for whole arrays; out [C] f32, or one f64.
+// Accumulation: f32 over columns, f64 over whole arrays (a square of an f32 is exact in f64).
+// Deterministic: pieces follow from the shape; within one, threads add in order and are combined in
+// a fixed tree; partial sums are added in order within slices, slices in order.
+// Launch: column_partials grid (C / 256, blocks), 256 threads; add_partials grid C / 32, 32 × 16
+// threads; square_partials and sum_partials grid pieces, 256 threads; total one block of 256.
+// Golden test: golden_kernels::reduce
+
+#include "common.cuh"
+
+constexpr int THREADS = 256;
+constexpr int SLICES = 16;
+
+// Eight columns a lane, a row a warp and turn.
+template <bool WHOLE, typename T>
+__device__ inline void column_partials(const T* __restrict__ x,      // [R, C]
+                                       float* __restrict__ partial,  // [blocks, C]
+                                       u64 rows, u64 rows_per_block, u32 columns,
+                                       float (*of_warps)[256])  // shared [8, 256]
+{
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 column = (blockIdx.x * 32 + lane) * 8;
+    const u64 left = rest(column, columns);
+    const u64 first = blockIdx.y * rows_per_block;
+    const u64 end = min(first + rows_per_block, rows);
+    float sums[8] = {};
+    if (left > 0) {
+#pragma unroll 4
+        for (u64 row = first + warp; row < end; row += THREADS / 32) {
+            float v[8];
+            load_f32<WHOLE>(x + row * columns + column, left, v);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums[j] += v[j];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) of_warps[warp][lane * 8 + j] = sums[j];
+    __syncthreads();
+    const u32 mine = blockIdx.x * 256 + threadIdx.x;
+    if (mine >= columns) return;
+    float sum = of_warps[0][threadIdx.x];
+#pragma unroll
+    for (int w = 1; w < THREADS / 32; ++w) sum += of_warps[w][threadIdx.x];
+    partial[(u64)blockIdx.y * columns + mine] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    column_partials_bf16(const bf16* x, float* partial, u64 rows, u64 rows_per_block, u32 columns,
+                         u32 vector)
+{
+    __shared__ float of_warps[THREADS / 32][256];
+    vector ? column_partials<true>(x, partial, rows, rows_per_block, columns, of_warps)
+           : column_partials<false>(x, partial, rows, rows_per_block, columns, of_warps);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    column_partials_f32(const float* x, float* partial, u64 rows, u64 rows_per_block, u32 columns,
+                        u32 vector)
+{
+    __shared__ float of_warps[THREADS / 32][256];
+    vector ? column_partials<true>(x, partial, rows, rows_per_block, columns, of_warps)
+           : column_partials<false>(x, partial, rows, rows_per_block, columns, of_warps);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * SLICES)
+    add_partials(const float* __restrict__ partial,  // [blocks, C]
+                 float* __restrict__ out,            // [C]
+                 u32 blocks, u32 columns)
+{
+    __shared__ float of_slices[SLICES][32];
+    const u32 column = blockIdx.x * 32 + threadIdx.x, slice = threadIdx.y;
+    const u32 length = (blocks + SLICES - 1) / SLICES;
+    const u32 first = slice * length, end = min(first + length, blocks);
+    float sum = 0.0f;
+    if (column < columns) {
+#pragma unroll 8
+        for (u32 block = first; block < end; ++block) sum += partial[(u64)block * columns + column];
+    }
+    of_slices[slice][threadIdx.x] = sum;
+    __syncthreads();
+    if (slice > 0 || column >= columns) return;
+#pragma unroll
+    for (int s = 1; s < SLICES; ++s) sum += of_slices[s][threadIdx.x];
+    out[column] += sum;
+}
+
+// Sum of this block's piece of x, of its squares if SQUARES.
+template <bool SQUARES>
+__device__ inline void piece_sum(const float* __restrict__ x,   // [n]
+                                 double* __restrict__ partial,  // [pieces]
+                                 u64 count, u64 piece, bool vector)
+{
+    __shared__ double of_warps[THREADS / 32];
+    const u64 first = blockIdx.x * piece;
+    const u64 end = min(first + piece, count);
+    double sum = 0.0;
+    auto add = [&](const float(&v)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += SQUARES ? (double)v[j] * (double)v[j] : (double)v[j];
+    };
+    u64 index = first + threadIdx.x * 8;
+    float v[8];
+    if (vector) {
+#pragma unroll 4
+        for (; index + 8 <= end; index += THREADS * 8) {
+            load_f32<true>(x + index, 8, v);
+            add(v);
+        }
+    }
+    for (; index < end; index += THREADS * 8) {
+        load_f32<false>(x + index, end - index, v);
+        add(v);
+    }
+    sum = group_sum<THREADS>(sum, of_warps);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    square_partials(const float* x, double* partial, u64 count, u64 piece, u32 vector)
+{
+    piece_sum<true>(x, partial, count, piece, vector != 0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sum_partials(const float* x, double* partial, u64 count, u64 piece, u32 vector)
+{
+    piece_sum<false>(x, partial, count, piece, vector != 0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    total(const double* __restrict__ partial,  // [pieces]
+          double* __restrict__ out,            // [1]
+          u32 pieces)
+{
+    __shared__ double of_warps[THREADS / 32];
+    double sum = 0.0;
+    for (u32 index = threadIdx.x; index < pieces; index += THREADS) sum += partial[index];
+    sum = group_sum<THREADS>(sum, of_warps);
+    if (threadIdx.x == 0) *out = sum;
+}
