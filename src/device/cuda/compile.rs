@@ -32,7 +32,16 @@ macro_rules! sources {
         }),*];
     };
 }
-sources![];
+sources![
+    "cast.cu",
+    "embed.cu",
+    "loss.cu",
+    "reduce.cu",
+    "rmsnorm.cu",
+    "rope.cu",
+    "rows.cu",
+    "swiglu.cu",
+];
 
 /// What kernels `#include`: its name and text.
 const HEADERS: &[(&str, &str)] = &[("common.cuh", include_str!("../../../kernels/common.cuh"))];

@@ -17,6 +17,7 @@ mod compile;
 mod copies;
 mod driver;
 mod gemm;
+mod kernels;
 pub mod library;
 mod pending;
 mod staging;
