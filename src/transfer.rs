@@ -306,6 +306,21 @@ impl Tiers {
     pub fn gather_rows(&self, tokens: &[u32], hidden: u64, out: View) -> Result<()> {
         let width = Section::Weight.element_bytes(self.precision);
         let row_bytes = hidden * width;
+        let dtype = match self.precision {
+            Precision::Bf16 => Dtype::Bf16,
+            Precision::Fp32 => Dtype::F32,
+        };
+        if let Some(home) = self.home(0, Section::Weight) {
+            let table = &home.as_slice::<u8>()[byte_range(&(0..self.layout(0).elements), width)];
+            if self
+                .device
+                .gather_host_rows(dtype, table, tokens, out, hidden)
+            {
+                self.stats
+                    .crossed(Hop::Promote, tokens.len() as u64 * row_bytes);
+                return Ok(());
+            }
+        }
         let mut rows = vec![0u8; usize::try_from(tokens.len() as u64 * row_bytes).expect("fits")];
         let row_bytes = usize::try_from(row_bytes).expect("a row fits");
         self.stream_section(0, Section::Weight, |extent, bytes| {
@@ -323,10 +338,6 @@ impl Tiers {
             Ok(())
         })?;
         self.stats.crossed(Hop::Promote, rows.len() as u64);
-        let dtype = match self.precision {
-            Precision::Bf16 => Dtype::Bf16,
-            Precision::Fp32 => Dtype::F32,
-        };
         self.device.copy_converted_in(dtype, &rows, out);
         Ok(())
     }

@@ -15,6 +15,7 @@ use std::cell::RefCell;
 use terrace::device::cuda::card_count;
 use terrace::device::ops::{AttentionShape, SortedTokens};
 use terrace::device::{Device, Dtype, View};
+use terrace::host::HostArena;
 
 /// Bytes of the card's arena; the CPU's has twice as many.
 const ARENA_BYTES: u64 = 256 << 20;
@@ -490,6 +491,37 @@ fn rows(desk: &mut Desk) {
     }
 }
 
+/// Rows that the card reads from pinned host memory; from memory that is not, it must refuse.
+fn host_rows(desk: &mut Desk) {
+    let (height, columns) = (300u64, 200u64);
+    desk.clear();
+    let width = desk.act.bytes();
+    let values = desk.numbers(height * columns, 1.0);
+    let table = desk.put(&values, desk.act, 0);
+    let mut cutter = HostArena::take(height * columns * width).unwrap();
+    let Device::Cuda(cuda) = &desk.cuda else {
+        unreachable!("the desk has a card");
+    };
+    cuda.pin(cutter.span()).unwrap();
+    let mut home = cutter.cut(height * columns * width);
+    desk.cuda.copy_out(table.cuda.offset, home.as_mut_slice());
+    let rows: Vec<u32> = (0..1000).map(|i| i * 7 % 300).collect();
+    let out = desk.blank(1000 * columns);
+    let act = desk.act;
+    desk.run(
+        "rows of the host",
+        &[output("gather", out, 1)],
+        |device, at| match device {
+            Device::Cpu(_) => device.gather_rows(at(table), &rows, at(out), columns),
+            Device::Cuda(_) => {
+                let bytes = home.as_slice::<u8>();
+                assert!(device.gather_host_rows(act, bytes, &rows, at(out), columns));
+                assert!(!device.gather_host_rows(act, &bytes.to_vec(), &rows, at(out), columns));
+            }
+        },
+    );
+}
+
 fn sums(desk: &mut Desk) {
     for count in [1u64, 3, 8191, 8193, 40_000, 3_000_001] {
         desk.clear();
@@ -533,6 +565,7 @@ fn all(act: Dtype) -> Result<Vec<Line>, terrace::Error> {
     attention(&mut desk);
     losses(&mut desk);
     rows(&mut desk);
+    host_rows(&mut desk);
     sums(&mut desk);
     desk.cuda.check()?;
     Ok(desk.lines.into_inner())

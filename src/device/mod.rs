@@ -189,6 +189,22 @@ impl Device {
         }
     }
 
+    /// out\[i\] = table\[rows\[i\]\] of a table in host memory, `columns` numbers a row, where the
+    /// device reads that memory by itself and in `out`'s format. False, and nothing done, where not.
+    pub fn gather_host_rows(
+        &self,
+        dtype: Dtype,
+        table: &[u8],
+        rows: &[u32],
+        out: View,
+        columns: u64,
+    ) -> bool {
+        match self {
+            Device::Cpu(_) => false,
+            Device::Cuda(cuda) => cuda.gather_host_rows(dtype, table, rows, out, columns),
+        }
+    }
+
     /// Fills a released buffer with NaN, so that a use after its release shows. For tests.
     pub fn poison(&self, view: View) {
         match self {

@@ -10,9 +10,12 @@ use cudarc::driver::sys;
 use half::bf16;
 
 use super::driver::{self, checked};
-use super::{CudaDevice, lock};
+use super::{CudaDevice, STAGED_BYTES_MAX, lock};
 use crate::device::{Dtype, View};
 use crate::host::Span;
+
+/// Indices that are staged at once.
+const STAGED_MAX: usize = STAGED_BYTES_MAX / size_of::<u32>();
 
 impl CudaDevice {
     /// Copies `bytes` to the arena at byte `offset`; waits.
@@ -84,28 +87,76 @@ impl CudaDevice {
         }
     }
 
+    /// out\[i\] = table\[rows\[i\]\], read by the card from the host's memory itself; waits. False,
+    /// and nothing done, if the table is not pinned or has another format than `out`.
+    ///
+    /// # Panics
+    /// If a row leaves the table, or `out` is not as many rows.
+    pub(in crate::device) fn gather_host_rows(
+        &self,
+        dtype: Dtype,
+        table: &[u8],
+        rows: &[u32],
+        out: View,
+        columns: u64,
+    ) -> bool {
+        let Some(address) = self.pinned_address(table).filter(|_| dtype == out.dtype) else {
+            return false;
+        };
+        let row_bytes = columns * dtype.bytes();
+        let height = table.len() as u64 / row_bytes;
+        assert_eq!(out.count, rows.len() as u64 * columns, "out is [rows, C]");
+        assert!(
+            rows.iter().all(|row| u64::from(*row) < height),
+            "rows of the table"
+        );
+        for (index, rows) in rows.chunks(STAGED_MAX).enumerate() {
+            let first = (index * STAGED_MAX) as u64 * columns;
+            let out = out.slice(first, rows.len() as u64 * columns);
+            self.launch_gather(address, rows, out, columns);
+        }
+        // The table is borrowed until here.
+        self.settle();
+        true
+    }
+
+    /// The card's address of pinned host memory.
+    fn pinned_address(&self, bytes: &[u8]) -> Option<u64> {
+        let start = bytes.as_ptr() as usize;
+        let pinned = lock(&self.pinned);
+        let (span, address) = pinned.iter().find(|(span, _)| {
+            start >= span.address() && start + bytes.len() <= span.address() + span.bytes()
+        })?;
+        Some((*address)? + (start - span.address()) as u64)
+    }
+
     /// Pins host memory, so that the card copies from and to it by itself, until the device is
     /// dropped. The words of the driver's refusal, after which the memory is used as it is.
     pub fn pin(&self, span: Span) -> std::result::Result<(), String> {
         let entered = self.context.enter();
-        let portable = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        let mut address = 0;
         let pinned = entered.and_then(|()| {
             // SAFETY: the span keeps its mapping until it is dropped, which `unpin` precedes.
-            let registered = unsafe {
-                sys::cuMemHostRegister_v2(span.address() as *mut _, span.bytes(), portable)
-            };
+            let registered =
+                unsafe { sys::cuMemHostRegister_v2(span.address() as *mut _, span.bytes(), flags) };
             checked(registered, || {
                 format!("cuMemHostRegister of {} bytes", span.bytes())
             })
         });
         pinned.map_err(|fault| format!("{}: {}", fault.call, fault.message))?;
-        lock(&self.pinned).push(span);
+        // SAFETY: just registered; `address` outlives the call.
+        let mapped =
+            unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, span.address() as *mut _, 0) };
+        // Without an address copies go on as fast; only gathers go by the host.
+        let address = checked(mapped, String::new).ok().map(|()| address);
+        lock(&self.pinned).push((span, address));
         Ok(())
     }
 
     /// Undoes every [`CudaDevice::pin`]; nothing is in flight.
     pub(super) fn unpin(&self) {
-        for span in lock(&self.pinned).drain(..) {
+        for (span, _) in lock(&self.pinned).drain(..) {
             // SAFETY: registered by `pin` and not undone since; the mapping is still there.
             let _ = unsafe { sys::cuMemHostUnregister(span.address() as *mut _) };
         }

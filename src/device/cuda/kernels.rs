@@ -388,6 +388,32 @@ impl CudaDevice {
         );
     }
 
+    /// out\[i\] = row `rows\[i\]` of the table at `address`, which the card can read.
+    pub(super) fn launch_gather(&self, address: u64, rows: &[u32], out: View, columns: u64) {
+        let names = ["gather_rows_bf16", "gather_rows_f32"];
+        let vector = self.pointer(out).is_multiple_of(16)
+            && address.is_multiple_of(16)
+            && columns.is_multiple_of(ELEMENTS);
+        let staged = self.stage_u32(rows);
+        self.launch(
+            named(names, out.dtype),
+            (
+                size(rows.len() as u64),
+                size(columns.div_ceil(MOVED_COLUMNS)),
+                1,
+            ),
+            (128, 1, 1),
+            0,
+            &[
+                Argument::Pointer(address),
+                Argument::Pointer(staged),
+                self.at(out),
+                Argument::U32(size(columns)),
+                Argument::U32(vector.into()),
+            ],
+        );
+    }
+
     fn at(&self, view: View) -> Argument {
         Argument::Pointer(self.pointer(view))
     }

@@ -46,6 +46,9 @@ const WORKSPACE_BYTES: u64 = 32 << 20;
 /// Bytes of the longest index array that an operation stages: a million numbers.
 const STAGED_BYTES_MAX: usize = 4 << 20;
 
+/// The same of the queue that stages none.
+const STAGED_BYTES_MIN: usize = 256;
+
 /// Dynamic shared memory that a kernel gets without asking.
 const SHARED_BYTES_UNASKED: u32 = 48 << 10;
 
@@ -111,7 +114,8 @@ pub struct CudaDevice {
     fault: Mutex<Option<Fault>>,
     failed: AtomicBool,
     gemm: Gemm,
-    pinned: Mutex<Vec<Span>>,
+    /// Pinned host memory and the card's address of it, where it has one.
+    pinned: Mutex<Vec<(Span, Option<u64>)>>,
     /// Last: everything above lives in it.
     context: Context,
 }
@@ -168,7 +172,11 @@ impl CudaDevice {
             arena,
             workspace,
             streams: [stream()?, stream()?, stream()?],
-            staging: [staging(STAGED_BYTES_MAX)?, staging(4096)?, staging(4096)?],
+            staging: [
+                staging(STAGED_BYTES_MAX)?,
+                staging(STAGED_BYTES_MAX)?,
+                staging(STAGED_BYTES_MIN)?,
+            ],
             modules,
             kernels: Mutex::default(),
             fault: Mutex::new(None),
