@@ -19,7 +19,7 @@ use terrace::plan::{Budgets, DeviceProfile, Plan, Purpose};
 use terrace::schedule::GradientSlot;
 use terrace::step::{Engine, StepSettings};
 use terrace::tile::{GradientDtype, Precision};
-use terrace::train::{Budget, build_engine};
+use terrace::train::{Budget, build_engine, choose_device};
 
 /// Tensors by name.
 pub(crate) type Tensors = BTreeMap<String, Vec<f64>>;
@@ -185,7 +185,15 @@ pub(crate) fn config(precision: Precision, micros: &[Micro]) -> RunConfig {
     config
 }
 
-/// An engine on the CPU device with everything in host. Its tiles are empty.
+/// The device under test: the CPU, or what `TERRACE_TEST_DEVICE` names (`cuda:0`).
+pub(crate) fn profile(precision: Precision) -> DeviceProfile {
+    match std::env::var("TERRACE_TEST_DEVICE") {
+        Ok(name) => choose_device(&name, precision).unwrap().0,
+        Err(_) => DeviceProfile::cpu(),
+    }
+}
+
+/// An engine on the device under test with everything in host. Its tiles are empty.
 pub(crate) fn engine(spec: &ModelSpec, config: &RunConfig) -> Engine {
     engine_of_changed_plan(spec, config, |_| {})
 }
@@ -201,8 +209,8 @@ pub(crate) fn engine_of_changed_plan(
         host: 1 << 30,
         store: 0,
     };
-    let cpu = DeviceProfile::cpu();
-    let mut plan = Plan::new(spec, config, &cpu, budgets, Purpose::Train).unwrap();
+    let profile = profile(config.model.precision);
+    let mut plan = Plan::new(spec, config, &profile, budgets, Purpose::Train).unwrap();
     change(&mut plan);
     let budget = Budget {
         budgets,

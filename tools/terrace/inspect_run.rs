@@ -311,6 +311,7 @@ fn doctor_cuda() -> Result<()> {
         Ok(count) => count,
         Err(error) => return say(&format!("gpu: none is used; {error}")),
     };
+    say(&cuda::versions()?)?;
     if count == 0 {
         say("gpu: the driver sees no card; the CPU device trains small models")?;
     }

@@ -108,7 +108,8 @@ fn key(source: &Source, options: &[String], version: (i32, i32)) -> u128 {
     hash.digest128()
 }
 
-fn nvrtc_version() -> Result<(i32, i32)> {
+/// Major and minor; the library is present. [`Error::Device`] if it is too old.
+pub(super) fn nvrtc_version() -> Result<(i32, i32)> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: both numbers outlive the call; the library is present.
     let result = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };

@@ -394,9 +394,9 @@ impl CudaDevice {
     /// The kernel, found in its module at its first launch, ready for `shared_bytes`.
     fn kernel(&self, name: &'static str, shared_bytes: u32) -> Result<Kernel, Fault> {
         let mut kernels = lock(&self.kernels);
-        let known = kernels.get(name).copied();
-        let mut kernel = match known {
-            Some(kernel) => kernel,
+        let mut kernel = match kernels.get(name) {
+            Some(kernel) if kernel.shared_bytes >= shared_bytes => return Ok(*kernel),
+            Some(kernel) => *kernel,
             None => self.find_kernel(name)?,
         };
         if shared_bytes > kernel.shared_bytes {
@@ -546,6 +546,22 @@ pub fn card_count() -> Result<usize> {
     let counted = unsafe { sys::cuDeviceGetCount(&mut count) };
     checked(counted, || "cuDeviceGetCount".to_string()).map_err(|fault| fault.error("cuda", ""))?;
     Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Versions of the driver, NVRTC and cublasLt in one line: with the card they fix every bit.
+pub fn versions() -> Result<String> {
+    library::open()?;
+    let mut driver = 0;
+    // SAFETY: the library is present; `driver` outlives the call.
+    let got = unsafe { sys::cuDriverGetVersion(&mut driver) };
+    checked(got, || "cuDriverGetVersion".to_string()).map_err(|fault| fault.error("cuda", ""))?;
+    let (major, minor) = compile::nvrtc_version()?;
+    Ok(format!(
+        "driver for CUDA {}.{}, NVRTC {major}.{minor}, cublasLt {}",
+        driver / 1000,
+        driver % 1000 / 10,
+        Gemm::version()
+    ))
 }
 
 /// Every kernel's code for an architecture (`sm_80`), by file; needs NVRTC and no card.
