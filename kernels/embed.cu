@@ -5,7 +5,7 @@
 // Shapes: dy [T, H] in T (bf16 or f32); ids [n], starts [n + 1], positions [T] u32; dw [V, H] f32.
 // Accumulation: f32; the sum of the segment first, then one addition to dw.
 // Deterministic: ids are distinct, so one thread owns an element of dw and adds its segment in
-// order. A segment's loads are independent, eight in flight; only the additions are in sequence.
+// order. A segment's loads are independent, 128 bytes in flight; only the additions are in sequence.
 // Launch: grid (ids, columns / 1024), 128 threads of eight columns.
 // Golden test: golden_kernels::embed_backward
 
@@ -24,13 +24,25 @@ __device__ inline void embed_backward(const T* __restrict__ dy,           // [T,
     if (left == 0) return;
     const u32 end = starts[blockIdx.x + 1];
     float sum[8] = {};
-#pragma unroll 8
-    for (u32 i = starts[blockIdx.x]; i < end; ++i) {
+    auto add = [&](const Eight<T>& x) {
         float v[8];
-        load_f32<WHOLE>(dy + (u64)positions[i] * hidden + column, left, v);
+        unpack(x, v);
 #pragma unroll
         for (int j = 0; j < 8; ++j) sum[j] += v[j];
+    };
+    constexpr int BATCH = 128 / sizeof(Eight<T>);
+    u32 i = starts[blockIdx.x];
+#pragma unroll 1
+    for (; end - i >= BATCH; i += BATCH) {
+        Eight<T> held[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            held[k] = load<WHOLE>(dy + (u64)positions[i + k] * hidden + column, left);
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) add(held[k]);
     }
+#pragma unroll 1
+    for (; i < end; ++i) add(load<WHOLE>(dy + (u64)positions[i] * hidden + column, left));
     float* at = dw + (u64)ids[blockIdx.x] * hidden + column;
     float held[8];
     load_f32<WHOLE>(at, left, held);

@@ -28,27 +28,51 @@ __device__ inline Running combine(Running a, Running b)
     return {max, a.sum * rescale(a.max, max) + b.sum * rescale(b.max, max)};
 }
 
+// Calls work(elements, their first column, how many exist) for this thread's part of a row, in
+// order; 64 bytes are in flight at once.
+template <bool WHOLE, typename T, typename Work>
+__device__ inline void sweep(const T* row, u32 columns, Work work)
+{
+    constexpr int BATCH = 64 / sizeof(Eight<T>);
+    const u64 step = THREADS * 8;
+    float v[8];
+    u64 column = threadIdx.x * 8;
+#pragma unroll 1
+    for (; column + (BATCH - 1) * step < columns; column += BATCH * step) {
+        Eight<T> held[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            held[k] = load<WHOLE>(row + column + k * step, columns - column - k * step);
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            unpack(held[k], v);
+            work(v, column + k * step, columns - column - k * step);
+        }
+    }
+#pragma unroll 1
+    for (; column < columns; column += step) {
+        load_f32<WHOLE>(row + column, columns - column, v);
+        work(v, column, columns - column);
+    }
+}
+
 // Maximum and sum of a row, the same bits in every thread; `of_warps` is shared.
 template <bool WHOLE, typename T>
 __device__ inline Running reduce_row(const T* row, u32 columns, Running* of_warps)
 {
     Running mine = {__uint_as_float(0xff800000u), 0.0f};  // −∞
-#pragma unroll 2
-    for (u64 column = threadIdx.x * 8; column < columns; column += THREADS * 8) {
-        const u64 left = columns - column;
-        float v[8];
-        load_f32<WHOLE>(row + column, left, v);
+    sweep<WHOLE>(row, columns, [&](const float(&v)[8], u64, u64 left) {
         float max = mine.max;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-            if (j < left) max = fmaxf(max, v[j]);
+            if (WHOLE || j < left) max = fmaxf(max, v[j]);
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-            if (j < left) sum += expf(v[j] - max);
+            if (WHOLE || j < left) sum += expf(v[j] - max);
         mine = {max, mine.sum * rescale(mine.max, max) + sum};
-    }
-#pragma unroll
+    });
+#pragma unroll 1
     for (int distance = 16; distance > 0; distance /= 2) {
         Running other;
         other.max = __shfl_xor_sync(0xffffffffu, mine.max, distance);
@@ -58,7 +82,7 @@ __device__ inline Running reduce_row(const T* row, u32 columns, Running* of_warp
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = mine;
     __syncthreads();
     Running all = of_warps[0];
-#pragma unroll
+#pragma unroll 1
     for (int warp = 1; warp < THREADS / 32; ++warp) all = combine(all, of_warps[warp]);
     return all;
 }
@@ -79,11 +103,7 @@ __device__ inline void cross_entropy(T* z,                             // [R, V]
         losses[r] = (float)((double)all.max - (double)chosen + log((double)all.sum));
     if constexpr (GRADIENT) {
         const float part = 1.0f / all.sum;
-#pragma unroll 2
-        for (u64 column = threadIdx.x * 8; column < columns; column += THREADS * 8) {
-            const u64 left = columns - column;
-            float v[8];
-            load_f32<WHOLE>(row + column, left, v);
+        sweep<WHOLE>(row, columns, [&](float(&v)[8], u64 column, u64 left) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 // z = (softmax(z) − onehot(target))·scale
@@ -91,7 +111,7 @@ __device__ inline void cross_entropy(T* z,                             // [R, V]
                 v[j] = (column + j == target ? probability - 1.0f : probability) * scale;
             }
             store<WHOLE>(row + column, v, left);
-        }
+        });
     }
 }
 

@@ -18,6 +18,8 @@
 
 constexpr int THREADS = 256;
 constexpr int SLICES = 16;
+// Loads of a thread in flight; the additions stay in order.
+constexpr int BATCH = 4;
 
 // Eight columns a lane, a row a warp and turn.
 template <bool WHOLE, typename T>
@@ -31,16 +33,26 @@ __device__ inline void column_partials(const T* __restrict__ x,      // [R, C]
     const u64 left = rest(column, columns);
     const u64 first = blockIdx.y * rows_per_block;
     const u64 end = min(first + rows_per_block, rows);
+    const u64 step = THREADS / 32;
     float sums[8] = {};
-    if (left > 0) {
-#pragma unroll 4
-        for (u64 row = first + warp; row < end; row += THREADS / 32) {
-            float v[8];
-            load_f32<WHOLE>(x + row * columns + column, left, v);
+    auto add = [&](const Eight<T>& x) {
+        float v[8];
+        unpack(x, v);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) sums[j] += v[j];
-        }
+        for (int j = 0; j < 8; ++j) sums[j] += v[j];
+    };
+    u64 row = first + warp;
+#pragma unroll 1
+    for (; row + (BATCH - 1) * step < end; row += BATCH * step) {
+        Eight<T> held[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+            held[k] = load<WHOLE>(x + (row + k * step) * columns + column, left);
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) add(held[k]);
     }
+#pragma unroll 1
+    for (; row < end; row += step) add(load<WHOLE>(x + row * columns + column, left));
 #pragma unroll
     for (int j = 0; j < 8; ++j) of_warps[warp][lane * 8 + j] = sums[j];
     __syncthreads();
@@ -81,8 +93,18 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES)
     const u32 first = slice * length, end = min(first + length, blocks);
     float sum = 0.0f;
     if (column < columns) {
-#pragma unroll 8
-        for (u32 block = first; block < end; ++block) sum += partial[(u64)block * columns + column];
+        u32 block = first;
+#pragma unroll 1
+        for (; block + BATCH <= end; block += BATCH) {
+            float held[BATCH];
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k)
+                held[k] = partial[(u64)(block + k) * columns + column];
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k) sum += held[k];
+        }
+#pragma unroll 1
+        for (; block < end; ++block) sum += partial[(u64)block * columns + column];
     }
     of_slices[slice][threadIdx.x] = sum;
     __syncthreads();
@@ -102,23 +124,28 @@ __device__ inline void piece_sum(const float* __restrict__ x,   // [n]
     const u64 first = blockIdx.x * piece;
     const u64 end = min(first + piece, count);
     double sum = 0.0;
-    auto add = [&](const float(&v)[8]) {
+    auto add = [&](const Eight<float>& x) {
+        float v[8];
+        unpack(x, v);
 #pragma unroll
         for (int j = 0; j < 8; ++j) sum += SQUARES ? (double)v[j] * (double)v[j] : (double)v[j];
     };
+    const u64 step = THREADS * 8;
     u64 index = first + threadIdx.x * 8;
-    float v[8];
     if (vector) {
-#pragma unroll 4
-        for (; index + 8 <= end; index += THREADS * 8) {
-            load_f32<true>(x + index, 8, v);
-            add(v);
+#pragma unroll 1
+        for (; index + (BATCH - 1) * step + 8 <= end; index += BATCH * step) {
+            Eight<float> held[BATCH];
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k) held[k] = load<true>(x + index + k * step, 8);
+#pragma unroll
+            for (int k = 0; k < BATCH; ++k) add(held[k]);
         }
+#pragma unroll 1
+        for (; index + 8 <= end; index += step) add(load<true>(x + index, 8));
     }
-    for (; index < end; index += THREADS * 8) {
-        load_f32<false>(x + index, end - index, v);
-        add(v);
-    }
+#pragma unroll 1
+    for (; index < end; index += step) add(load<false>(x + index, end - index));
     sum = group_sum<THREADS>(sum, of_warps);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }

@@ -28,12 +28,13 @@ __device__ inline void rmsnorm_forward(const T* __restrict__ x,  // [R, C]
     const u64 row = (u64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
     const u32 width = row < rows ? columns : 0;  // lanes without a row stay for the sums
     const u64 start = row * columns;
-    Eight<T> held[HELD];
+    Eight<T> held[HELD], weights[HELD];
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
         const u32 column = (k * LANES + lane) * 8;
         held[k] = load<WHOLE>(x + start + column, rest(column, width));
+        weights[k] = load<WHOLE>(w + column, rest(column, width));
     }
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
@@ -51,8 +52,7 @@ __device__ inline void rmsnorm_forward(const T* __restrict__ x,  // [R, C]
         const u32 column = (k * LANES + lane) * 8;
         const u64 left = rest(column, width);
         float v[8], weight[8];
-        unpack(held[k], v);
-        load_f32<WHOLE>(w + column, left, weight);
+        unpack(held[k], v), unpack(weights[k], weight);
         // y = x·inv·w
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[j] = v[j] * scale * weight[j];
@@ -112,13 +112,14 @@ __device__ inline void rmsnorm_backward(const T* __restrict__ x,  // [R, C]
     float sums[HELD][8] = {};
     // Rows of one sweep are held, and the next is fetched ahead; longer ones are read again, from
     // the nearest cache, where holding them would leave room for one block a multiprocessor.
-    Eight<T> next_x, next_dy, held_x, held_dy;
+    Eight<T> next_x, next_dy, held_x, held_dy, old = {};
     auto fetch = [&](int k, u64 row) {
         next_x = load<WHOLE>(x + at(k, row), left(k, row));
         next_dy = load<WHOLE>(dy + at(k, row), left(k, row));
     };
     if constexpr (HELD == 1) fetch(0, row);
     u32 turn = 0;
+#pragma unroll 1
     for (u64 base = first; base < end; base += groups, row += groups, turn ^= 1) {
         float v[8], d[8], weight[8];
         float products = 0.0f;
@@ -131,7 +132,10 @@ __device__ inline void rmsnorm_backward(const T* __restrict__ x,  // [R, C]
 #pragma unroll
             for (int j = 0; j < 8; ++j) products += d[j] * weight[j] * v[j];
         }
-        if constexpr (HELD == 1) fetch(0, row + groups);
+        if constexpr (HELD == 1) {
+            if (accumulate) old = load<WHOLE>(dx + at(0, row), left(0, row));
+            fetch(0, row + groups);
+        }
         const float scale = row < end ? inv[row] : 0.0f;
         // inv·(dy·w − x·inv·mean(dy·w·x)·inv): the factor of x is the row's.
         const float mean = group_sum<LANES>(products, warp_sums[turn]) / (float)columns;
@@ -141,11 +145,12 @@ __device__ inline void rmsnorm_backward(const T* __restrict__ x,  // [R, C]
             if constexpr (HELD > 1) {
                 fetch(k, row);
                 held_x = next_x, held_dy = next_dy;
+                if (accumulate) old = load<WHOLE>(dx + at(k, row), left(k, row));
             }
             float out[8];
             unpack(held_x, v), unpack(held_dy, d);
             load_f32<WHOLE>(w + at(k, 0), left(k, row), weight);
-            if (accumulate) load_f32<WHOLE>(dx + at(k, row), left(k, row), out);
+            unpack(old, out);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 sums[k][j] += d[j] * (v[j] * scale);
