@@ -1,8 +1,8 @@
 // Filling, converting, and rounding in place.
 //
 //   fill:     out[i] = value
-//   convert:  out[i] = src[i] in out's format: bf16 → f32 exact, f32 → bf16 to nearest, ties to even
-//             (a NaN becomes 0x7fff)
+//   convert:  out[i] = src[i] in out's format: bf16 → f32 exact, f32 → bf16 to nearest, ties to
+//             even (a NaN becomes 0x7fff)
 //   round:    f32 → bf16 at the front of the same memory
 //
 // Shapes: [n], bf16 or f32.
@@ -14,7 +14,7 @@
 // elements below a, which earlier launches have read. So round_first does the first 8192 elements
 // (all read before a barrier, then written), and launches of round_rest do [8192, 16384),
 // [16384, 32768), … in stream order.
-// Golden test: golden_kernels::cast
+// Golden test: golden_kernels::elementwise
 
 #include "common.cuh"
 
@@ -26,7 +26,8 @@ __device__ inline void fill(T* __restrict__ out, float value, u64 index, u64 lef
 }
 
 template <bool WHOLE, typename From, typename To>
-__device__ inline void convert(const From* __restrict__ src, To* __restrict__ out, u64 index, u64 left)
+__device__ inline void convert(const From* __restrict__ src, To* __restrict__ out, u64 index,
+                               u64 left)
 {
     float v[8];
     load_f32<WHOLE>(src + index, left, v);

@@ -5,9 +5,9 @@
 // Shapes: dy [T, H] in T (bf16 or f32); ids [n], starts [n + 1], positions [T] u32; dw [V, H] f32.
 // Accumulation: f32; the sum of the segment first, then one addition to dw.
 // Deterministic: ids are distinct, so one thread owns an element of dw and adds its segment in
-// order. A segment's loads are independent, 128 bytes in flight; only the additions are in sequence.
+// order. A segment's loads are independent, 128 bytes in flight; only additions are in sequence.
 // Launch: grid (ids, columns / 1024), 128 threads of eight columns.
-// Golden test: golden_kernels::embed_backward
+// Golden test: golden_kernels::rows
 
 #include "common.cuh"
 

@@ -8,7 +8,7 @@
 // are combined in a fixed tree.
 // Launch: a block of 512 threads for a row, which it reads once, and a second time for the
 // gradient.
-// Golden test: golden_kernels::cross_entropy
+// Golden test: golden_kernels::losses
 
 #include "common.cuh"
 
@@ -20,7 +20,10 @@ struct Running {
 };
 
 // e^(from − to) as a factor of a sum; 1 where both are −∞, so that nothing turns NaN.
-__device__ inline float rescale(float from, float to) { return from == to ? 1.0f : expf(from - to); }
+__device__ inline float rescale(float from, float to)
+{
+    return from == to ? 1.0f : expf(from - to);
+}
 
 __device__ inline Running combine(Running a, Running b)
 {

@@ -12,7 +12,7 @@
 // a fixed tree; partial sums are added in order within slices, slices in order.
 // Launch: column_partials grid (C / 256, blocks), 256 threads; add_partials grid C / 32, 32 × 16
 // threads; square_partials and sum_partials grid pieces, 256 threads; total one block of 256.
-// Golden test: golden_kernels::reduce
+// Golden test: golden_kernels::sums
 
 #include "common.cuh"
 

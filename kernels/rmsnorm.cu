@@ -12,7 +12,7 @@
 // groups; above, the block is the group. Forward: one row a group. Backward: `rows_per_block`
 // rows a block, the next row loaded while one is worked on.
 // In place: dx may be dy if not accumulating; each thread reads its own elements before it writes.
-// Golden test: golden_kernels::rmsnorm
+// Golden test: golden_kernels::norms
 
 #include "common.cuh"
 

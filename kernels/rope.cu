@@ -6,7 +6,7 @@
 // positions [T] u32. Arithmetic: f32.
 // Deterministic: no sums; each pair belongs to one thread.
 // Launch: a block for a token; a thread takes eight pairs of one head.
-// Golden test: golden_kernels::rope
+// Golden test: golden_kernels::rotations
 
 #include "common.cuh"
 

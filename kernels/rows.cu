@@ -64,7 +64,8 @@ __device__ inline void move_row(const T* __restrict__ from, T* __restrict__ to, 
         Eight<T> held[SWEEPS];
 #pragma unroll
         for (int sweep = 0; sweep < SWEEPS; ++sweep)
-            held[sweep] = load<true>(from + sweep_column(sweep), rest(sweep_column(sweep), columns));
+            held[sweep] =
+                load<true>(from + sweep_column(sweep), rest(sweep_column(sweep), columns));
 #pragma unroll
         for (int sweep = 0; sweep < SWEEPS; ++sweep)
             if (sweep_column(sweep) < columns)

@@ -7,7 +7,7 @@
 // Deterministic: no sums.
 // Launch: a thread for eight elements.
 // In place: dg may be g and du may be u; each thread reads its own elements before it writes.
-// Golden test: golden_kernels::swiglu
+// Golden test: golden_kernels::elementwise
 
 #include "common.cuh"
 

@@ -71,9 +71,9 @@ def resources(cubin_path):
     command = [str(TOOLKIT / "bin" / "cuobjdump"), "--dump-resource-usage", str(cubin_path)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.findall(r"Function (\S+):\s+(REG:.*)", text)
+    fields = re.compile(r"(REG|STACK|SHARED|LOCAL):(\d+)")
     return {
-        name: {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", line)}
-        for name, line in found
+        name: {key: int(value) for key, value in fields.findall(line)} for name, line in found
     }
 
 

@@ -1,4 +1,4 @@
-//! Launches of `kernels/*.cu`, but for attention: one function an operation, and nobody else launches.
+//! Launches of `kernels/*.cu`, but for attention: one function an operation; nobody else launches.
 //!
 //! - Each checks every length, format and overlap, then launches on the calling thread's stream; a
 //!   view's bounds are [`CudaDevice::pointer`]'s to check. An empty operation launches nothing.
@@ -6,8 +6,8 @@
 //! - `vector` tells a kernel that addresses are multiples of 16 bytes and rows of eight elements;
 //!   without it elements move one by one, in the same order of sums.
 //!
-//! What an operation means is said in `ops`; how a kernel works, in its file. Sums in two stages are
-//! launched by `sums`.
+//! What an operation means is said in `ops`; how a kernel works, in its file. Sums in two stages
+//! are launched by `sums`.
 
 mod sums;
 
