@@ -1,0 +1,83 @@
+// The instructions that attention.cu is made of, one function each, and what identifies a thread.
+// tests/kernels/attention_emulated.cpp has the same functions for a CPU.
+// Fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k16" and "ldmatrix".
+#pragma once
+
+typedef unsigned short u16;  // the bits of a bf16
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+#define THREAD ((int)threadIdx.x)
+#define LANE ((int)(threadIdx.x & 31))
+#define WARP ((int)(threadIdx.x >> 5))
+#define BLOCK_X ((int)blockIdx.x)
+#define BLOCK_Y ((int)blockIdx.y)
+#define BLOCK_Z ((int)blockIdx.z)
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+#define SHARED_MEMORY ((u32)__cvta_generic_to_shared(shared_memory))
+
+// Starts a copy of 16 bytes from global to shared memory; zeros instead if not `inside`.
+DEVICE void copy_16(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+// The same for 4 bytes.
+DEVICE void copy_4(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
+}
+
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+DEVICE void block_barrier() { __syncthreads(); }
+
+DEVICE float2 load_pair(u32 from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+// Four 8×8 matrices: lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix
+// elements 2·(l % 4) and the next of row l / 4.
+DEVICE void load_matrices(u32 (&f)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// The same with each matrix transposed.
+DEVICE void load_matrices_transposed(u32 (&f)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// c[16, 8] += a[16, 16]·b[16, 8]. With g = lane / 4 and t = lane % 4: c holds (g, 2t), (g, 2t + 1),
+// (g + 8, 2t), (g + 8, 2t + 1).
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats rounded to bf16 (nearest, ties to even), `low` in the low half.
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
+DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+DEVICE void warp_barrier() { __syncwarp(); }
+DEVICE float bits_to_float(u32 x) { return __uint_as_float(x); }
+DEVICE float* shared_floats() { return (float*)shared_memory; }
