@@ -81,3 +81,50 @@ DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE float bits_to_float(u32 x) { return __uint_as_float(x); }
 DEVICE float* shared_floats() { return (float*)shared_memory; }
+
+// ---- wgmma, code for sm_90a alone ------------------------------------------------------------
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define ATTENTION_WGMMA
+
+// Before the first wgmma of a sequence: registers written so far are visible to it.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `PENDING` of the committed groups are unfinished.
+template <int PENDING> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// Ordinary writes to shared memory become visible to wgmma.
+DEVICE void publish_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Keeps the compiler from moving reads and writes of accumulators past this point.
+template <int N> DEVICE void pin(float (&c)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(c[n][e])::"memory");
+}
+
+#define ACCUMULATORS_2(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]), "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
+#define ACCUMULATORS_8(c, n) ACCUMULATORS_2(c, n), ACCUMULATORS_2(c, n + 2), ACCUMULATORS_2(c, n + 4), ACCUMULATORS_2(c, n + 6)
+
+// c[64, 8·N] = a[64, 16]·b[8·N, 16]ᵀ, plus c if `add`; a and b by descriptor, each [rows][k].
+DEVICE void wgmma_shared(float (&c)[8][4], u64 a, u64 b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
+                 : ACCUMULATORS_8(c, 0)
+                 : "l"(a), "l"(b), "r"((int)add));
+}
+DEVICE void wgmma_shared(float (&c)[16][4], u64 a, u64 b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;}"
+                 : ACCUMULATORS_8(c, 0), ACCUMULATORS_8(c, 8)
+                 : "l"(a), "l"(b), "r"((int)add));
+}
+
+// c[64, 8·N] += a[64, 16]·b[16, 8·N], a in registers as for mma, b by descriptor, stored [k][n].
+DEVICE void wgmma_registers(float (&c)[8][4], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+                 : ACCUMULATORS_8(c, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_registers(float (&c)[16][4], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : ACCUMULATORS_8(c, 0), ACCUMULATORS_8(c, 8)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#endif
