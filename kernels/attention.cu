@@ -595,28 +595,23 @@ DEVICE void forward_wgmma(const u16* q, const u16* k, const u16* v, u16* o, floa
     raise_max(state, s, scale_log2, factor);
     exponentiate(state, s, scale_log2);
     round_to_operand(rounded, s);
-    for (u32 stage = 0; tile >= first_tile; --tile, stage ^= 1) {
+    u32 stage = 0;
+    for (; tile > first_tile; --tile, stage ^= 1) {
         const u32 here = stage * Tile::BYTES, there = (stage ^ 1) * Tile::BYTES;
-        const bool more = tile > first_tile;
-        pin(out);
-        pin(s);
         wgmma_fence();
-        if (more) issue_transposed<D, ROWS>(s, q_tile, group_row, k_tiles + there);
+        issue_transposed<D, ROWS>(s, q_tile, group_row, k_tiles + there);
         wgmma_commit();
         issue<D, N>(out, rounded, v_tiles + here);
         wgmma_commit();
         if (tile - 1 > first_tile) load_rows<Tile, D, ROWS, THREADS>(k_tiles + here, k + at.k, at.k_stride, (tile - 2) * ROWS, unit.length);
-        if (more) load_rows<Tile, D, ROWS, THREADS>(v_tiles + there, v + at.k, at.k_stride, (tile - 1) * ROWS, unit.length);
+        load_rows<Tile, D, ROWS, THREADS>(v_tiles + there, v + at.k, at.k_stride, (tile - 1) * ROWS, unit.length);
         copies_commit();
         wgmma_wait<1>();
         pin(s);
-        bool raised = false;
-        if (more) {
-            if (!all_seen(warp_first, 16, (tile - 1) * ROWS, ROWS, p.window))
-                mask(s, row, (tile - 1) * ROWS + column, p.window, MINUS_INFINITY);
-            raised = raise_max(state, s, scale_log2, factor);
-            exponentiate(state, s, scale_log2);
-        }
+        if (!all_seen(warp_first, 16, (tile - 1) * ROWS, ROWS, p.window))
+            mask(s, row, (tile - 1) * ROWS + column, p.window, MINUS_INFINITY);
+        const bool raised = raise_max(state, s, scale_log2, factor);
+        exponentiate(state, s, scale_log2);
         wgmma_wait<0>();
         pin(out);
         if (raised) rescale(out, factor);
@@ -625,11 +620,17 @@ DEVICE void forward_wgmma(const u16* q, const u16* k, const u16* v, u16* o, floa
         publish_to_wgmma();
         block_barrier();
     }
+    wgmma_fence();
+    issue<D, N>(out, rounded, v_tiles + stage * Tile::BYTES);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(out);
     store_forward(o + at.q, at.q_stride, lse + at.row, row, unit.length, state, out, p.scale);
 }
 
-// dq: 128 queries a block, tiles of KEYS keys in three stages: the last product of a tile is only
-// waited for in the next.
+// dq: 128 queries a block, tiles of KEYS keys in two stages. Every product is waited for in the
+// loop's turn that issued it: the compiler orders wgmma one by one if its accumulators are pending
+// around the loop. The other warpgroup has the tensor cores meanwhile.
 template <int D, int KEYS>
 DEVICE void backward_queries_wgmma(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq, const u32* units, Problem p) {
     constexpr int THREADS = 256, ROWS = 128, N = KEYS / 8;
@@ -659,9 +660,7 @@ DEVICE void backward_queries_wgmma(const u16* q, const u16* k, const u16* v, con
     publish_to_wgmma();
     block_barrier();
     for (u32 here = memory; tile <= last_tile; ++tile) {
-        const u32 there = here == memory + 2 * STAGE ? memory : here + STAGE;
-        pin(s);
-        pin(ds);
+        const u32 there = here == memory ? memory + STAGE : memory;
         wgmma_fence();
         issue_transposed<D, ROWS>(s, q_tile, group_row, here);
         wgmma_commit();
@@ -675,7 +674,6 @@ DEVICE void backward_queries_wgmma(const u16* q, const u16* k, const u16* v, con
         wgmma_wait<0>();
         pin(s);
         pin(ds);
-        pin(out);
         if (!all_seen(warp_first, 16, tile * KEYS, KEYS, p.window))
             mask(s, row, tile * KEYS + (LANE & 3) * 2, p.window, MINUS_INFINITY);
         score_gradient(s, ds, scale_log2, lse_log2, row_delta);
@@ -683,18 +681,18 @@ DEVICE void backward_queries_wgmma(const u16* q, const u16* k, const u16* v, con
         wgmma_fence();
         issue<D, N>(out, rounded, here);
         wgmma_commit();
+        wgmma_wait<0>();
+        pin(out);
         copies_wait();
         publish_to_wgmma();
         block_barrier();
         here = there;
     }
-    wgmma_wait<0>();
-    pin(out);
     const float factor[2] = {p.scale, p.scale};
     store_rows(dq + at.q, at.q_stride, row, unit.length, out, factor);
 }
 
-// dk and dv: 128 keys a block, tiles of QUERIES queries in three stages, as for dq.
+// dk and dv: 128 keys a block, tiles of QUERIES queries in two stages.
 template <int D, int QUERIES>
 DEVICE void backward_keys_wgmma(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dk, u16* dv, const u32* units, Problem p) {
     constexpr int THREADS = 256, KEYS = 128, N = QUERIES / 8;
@@ -726,11 +724,9 @@ DEVICE void backward_keys_wgmma(const u16* q, const u16* k, const u16* v, const 
     int tile = 0;
     u32 here = memory;
     for (int left = group * tiles; left > 0; --left) {
-        const u32 there = here == memory + 2 * STAGE ? memory : here + STAGE;
+        const u32 there = here == memory ? memory + STAGE : memory;
         const int first = (first_tile + tile) * QUERIES;
         const u32 lses = here + 2 * QueryTile::BYTES;
-        pin(s);
-        pin(ds);
         wgmma_fence();
         issue_transposed<D, KEYS>(s, k_tile, group_row, here);
         wgmma_commit();
@@ -751,8 +747,6 @@ DEVICE void backward_keys_wgmma(const u16* q, const u16* k, const u16* v, const 
         round_to_operand(p_rounded, s);
         wgmma_wait<0>();
         pin(ds);
-        pin(dk_rows);
-        pin(dv_rows);
         wgmma_fence();
         issue<D, N>(dv_rows, p_rounded, here + QueryTile::BYTES);
         wgmma_commit();
@@ -761,14 +755,14 @@ DEVICE void backward_keys_wgmma(const u16* q, const u16* k, const u16* v, const 
         wgmma_fence();
         issue<D, N>(dk_rows, ds_rounded, here);
         wgmma_commit();
+        wgmma_wait<0>();
+        pin(dk_rows);
+        pin(dv_rows);
         copies_wait();
         publish_to_wgmma();
         block_barrier();
         here = there;
     }
-    wgmma_wait<0>();
-    pin(dk_rows);
-    pin(dv_rows);
     const float factor[2] = {p.scale, p.scale}, one[2] = {1.0f, 1.0f};
     store_rows(dk + at.k, at.k_stride, row, unit.length, dk_rows, factor);
     store_rows(dv + at.k, at.k_stride, row, unit.length, dv_rows, one);
