@@ -49,14 +49,24 @@ template <int D, int ROWS> struct SwizzledTile {
 template <class Tile, int D, int ROWS, int THREADS>
 DEVICE void load_rows(u32 tile, const u16* matrix, u64 stride, int first, int length) {
     constexpr int CHUNKS = D / 8;
+    if constexpr (THREADS % CHUNKS == 0 && ROWS * CHUNKS % THREADS == 0) {
+        // A thread's rows are STEP apart. A row that is not inside is not read.
+        constexpr int STEP = THREADS / CHUNKS;
+        const int top = THREAD / CHUNKS, chunk = THREAD % CHUNKS;
+        const u16* from = matrix + (u64)(first + top) * stride + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < (ROWS * CHUNKS + THREADS - 1) / THREADS; ++i) {
-        const int index = i * THREADS + THREAD;
-        const int row = index / CHUNKS, chunk = index % CHUNKS;
-        if ((ROWS * CHUNKS) % THREADS != 0 && index >= ROWS * CHUNKS) break;
-        const bool inside = first + row < length;
-        const u64 token = inside ? first + row : 0;
-        copy_16(tile + Tile::chunk(row, chunk), matrix + token * stride + chunk * 8, inside);
+        for (int row = 0; row < ROWS; row += STEP, from += STEP * stride)
+            copy_16(tile + Tile::chunk(row + top, chunk), from, first + row + top < length);
+    } else {
+#pragma unroll
+        for (int i = 0; i < (ROWS * CHUNKS + THREADS - 1) / THREADS; ++i) {
+            const int index = i * THREADS + THREAD;
+            const int row = index / CHUNKS, chunk = index % CHUNKS;
+            if (index >= ROWS * CHUNKS) break;
+            const bool inside = first + row < length;
+            const u64 token = inside ? first + row : 0;
+            copy_16(tile + Tile::chunk(row, chunk), matrix + token * stride + chunk * 8, inside);
+        }
     }
 }
 
@@ -914,7 +924,7 @@ TENSOR_KERNELS(256, 4, 16, 16, 128)
         backward_keys_wgmma<D, QUERIES>(q, k, v, dout, lse, delta, dk, dv, units, PROBLEM); \
     }
 
-WGMMA_KERNELS(64, 64, 64)
+WGMMA_KERNELS(64, 128, 64)
 WGMMA_KERNELS(128, 64, 64)
 #endif
 

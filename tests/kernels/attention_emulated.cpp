@@ -499,7 +499,7 @@ int main() {
     check<u16>("mma", {1, 1, 80, all, {0, 140}}, 1, bf16, Tensor<80, 8, 64, 32, 80>());
     check<u16>("mma", {2, 2, 32, 1, {0, 64, 140}}, 1, bf16, Tensor<32, 8, 64, 64, 32>());
     check<u16>("mma", {2, 1, 256, 40, {0, 100, 130}}, 1, bf16, Tensor<256, 4, 16, 16, 128>());
-    check<u16>("wgmma", {1, 1, 64, all, {0, 200, 201, 233}}, 1, bf16, Wgmma<64, 64, 64>());
+    check<u16>("wgmma", {1, 1, 64, all, {0, 200, 201, 233}}, 1, bf16, Wgmma<64, 128, 64>());
     check<u16>("wgmma", {2, 1, 128, all, {0, 420}}, 3, bf16, Wgmma<128, 64, 64>());
     check<u16>("wgmma", {1, 1, 128, 100, {0, 128, 500}}, 1, bf16, Wgmma<128, 64, 64>());
     if (failures) printf("%d of the checks failed\n", failures);
