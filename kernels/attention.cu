@@ -21,8 +21,7 @@
 #endif
 
 #define LOG2E 1.4426950408889634f
-#define LN2 0.6931471805599453f
-#define MINUS_INFINITY (-__builtin_inff())
+
 
 // ---- Tiles in shared memory ------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 #define SHARED_MEMORY ((u32)__cvta_generic_to_shared(shared_memory))
+#define MINUS_INFINITY __int_as_float(0xff800000)
 
 // Starts a copy of 16 bytes from global to shared memory; zeros instead if not `inside`.
 DEVICE void copy_16(u32 to, const void* from, bool inside) {

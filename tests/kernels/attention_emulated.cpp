@@ -123,6 +123,7 @@ static void launch(int x, int y, int z, int threads, u32 shared, std::function<v
 #define BLOCK_Y block_now[1]
 #define BLOCK_Z block_now[2]
 #define SHARED_MEMORY 0u
+#define MINUS_INFINITY (-INFINITY)
 
 static unsigned char* shared_at(u32 at, u32 bytes) {
     if (at % bytes != 0 || at + bytes > shared_limit) {
