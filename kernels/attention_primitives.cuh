@@ -20,20 +20,36 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // Starts a copy of 16 bytes from global to shared memory; zeros instead if not `inside`.
-DEVICE void copy_16(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+DEVICE void copy_16(u32 to, const void* from, bool inside)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
 }
 
 // The same for 4 bytes.
-DEVICE void copy_4(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
+DEVICE void copy_4(u32 to, const void* from, bool inside)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+                 "r"(inside ? 4 : 0)
+                 : "memory");
 }
 
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-DEVICE void block_barrier() { __syncthreads(); }
+DEVICE void copies_commit()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+DEVICE void copies_wait()
+{
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+DEVICE void block_barrier()
+{
+    __syncthreads();
+}
 
-DEVICE float2 load_pair(u32 from) {
+DEVICE float2 load_pair(u32 from)
+{
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
     return x;
@@ -41,7 +57,8 @@ DEVICE float2 load_pair(u32 from) {
 
 // Four 8×8 matrices: lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix
 // elements 2·(l % 4) and the next of row l / 4.
-DEVICE void load_matrices(u32 (&f)[4], u32 row) {
+DEVICE void load_matrices(u32 (&f)[4], u32 row)
+{
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
                  : "r"(row)
@@ -49,7 +66,8 @@ DEVICE void load_matrices(u32 (&f)[4], u32 row) {
 }
 
 // The same with each matrix transposed.
-DEVICE void load_matrices_transposed(u32 (&f)[4], u32 row) {
+DEVICE void load_matrices_transposed(u32 (&f)[4], u32 row)
+{
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3])
                  : "r"(row)
@@ -58,74 +76,134 @@ DEVICE void load_matrices_transposed(u32 (&f)[4], u32 row) {
 
 // c[16, 8] += a[16, 16]·b[16, 8]. With g = lane / 4 and t = lane % 4: c holds (g, 2t), (g, 2t + 1),
 // (g + 8, 2t), (g + 8, 2t + 1).
-DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Two floats rounded to bf16 (nearest, ties to even), `low` in the low half.
-DEVICE u32 pack_bf16(float low, float high) {
+DEVICE u32 pack_bf16(float low, float high)
+{
     u32 x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 }
 
-DEVICE float exp2_approx(float x) {
+DEVICE float exp2_approx(float x)
+{
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-DEVICE float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
-DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
-DEVICE void warp_barrier() { __syncwarp(); }
-DEVICE float bits_to_float(u32 x) { return __uint_as_float(x); }
-DEVICE float* shared_floats() { return (float*)shared_memory; }
+DEVICE float shuffle_xor(float x, int lanes)
+{
+    return __shfl_xor_sync(0xffffffffu, x, lanes);
+}
+DEVICE bool any_lane(bool x)
+{
+    return __any_sync(0xffffffffu, x);
+}
+DEVICE void warp_barrier()
+{
+    __syncwarp();
+}
+DEVICE float bits_to_float(u32 x)
+{
+    return __uint_as_float(x);
+}
+DEVICE float* shared_floats()
+{
+    return (float*)shared_memory;
+}
 
 // ---- wgmma, code for sm_90a alone ------------------------------------------------------------
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define ATTENTION_WGMMA
 
 // Before the first wgmma of a sequence: registers written so far are visible to it.
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_fence()
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+DEVICE void wgmma_commit()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Waits until at most `PENDING` of the committed groups are unfinished.
-template <int PENDING> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+template <int PENDING>
+DEVICE void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 // Ordinary writes to shared memory become visible to wgmma.
-DEVICE void publish_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void publish_to_wgmma()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // Keeps the compiler from moving reads and writes of accumulators past this point.
-template <int N> DEVICE void pin(float (&c)[N][4]) {
+template <int N>
+DEVICE void pin(float (&c)[N][4])
+{
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(c[n][e])::"memory");
 }
 
-#define ACCUMULATORS_2(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]), "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
-#define ACCUMULATORS_8(c, n) ACCUMULATORS_2(c, n), ACCUMULATORS_2(c, n + 2), ACCUMULATORS_2(c, n + 4), ACCUMULATORS_2(c, n + 6)
+#define ACCUMULATORS_2(c, n)                                                       \
+    "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), \
+        "+f"(c[n + 1][1]), "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
+#define ACCUMULATORS_8(c, n)                                                  \
+    ACCUMULATORS_2(c, n), ACCUMULATORS_2(c, n + 2), ACCUMULATORS_2(c, n + 4), \
+        ACCUMULATORS_2(c, n + 6)
 
 // c[64, 8·N] = a[64, 16]·b[8·N, 16]ᵀ, plus c if `add`; a and b by descriptor, each [rows][k].
-DEVICE void wgmma_shared(float (&c)[8][4], u64 a, u64 b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
-                 : ACCUMULATORS_8(c, 0)
-                 : "l"(a), "l"(b), "r"((int)add));
+DEVICE void wgmma_shared(float (&c)[8][4], u64 a, u64 b, bool add)
+{
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
+        "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "
+        "%27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
+        : ACCUMULATORS_8(c, 0)
+        : "l"(a), "l"(b), "r"((int)add));
 }
-DEVICE void wgmma_shared(float (&c)[16][4], u64 a, u64 b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;}"
-                 : ACCUMULATORS_8(c, 0), ACCUMULATORS_8(c, 8)
-                 : "l"(a), "l"(b), "r"((int)add));
+DEVICE void wgmma_shared(float (&c)[16][4], u64 a, u64 b, bool add)
+{
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %66, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+        "%62, %63}, %64, %65, p, 1, 1, 0, 0;}"
+        : ACCUMULATORS_8(c, 0), ACCUMULATORS_8(c, 8)
+        : "l"(a), "l"(b), "r"((int)add));
 }
 
 // c[64, 8·N] += a[64, 16]·b[16, 8·N], a in registers as for mma, b by descriptor, stored [k][n].
-DEVICE void wgmma_registers(float (&c)[8][4], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : ACCUMULATORS_8(c, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+DEVICE void wgmma_registers(float (&c)[8][4], const u32 (&a)[4], u64 b)
+{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, "
+        "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "
+        "%27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+        : ACCUMULATORS_8(c, 0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-DEVICE void wgmma_registers(float (&c)[16][4], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : ACCUMULATORS_8(c, 0), ACCUMULATORS_8(c, 8)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+DEVICE void wgmma_registers(float (&c)[16][4], const u32 (&a)[4], u64 b)
+{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+        "%62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+        : ACCUMULATORS_8(c, 0), ACCUMULATORS_8(c, 8)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #endif

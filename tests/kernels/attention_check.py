@@ -1,6 +1,6 @@
-"""Goal: on a GPU, that kernels/attention.cu is right, repeats bit for bit, and how fast it is.
+"""Goal: on a GPU, that kernels/attention*.cu are right, repeats bit for bit, and how fast it is.
 
-Method: the file is compiled by NVRTC for the card, launched with the geometry that
+Method: the files are compiled by NVRTC for the card, launched with the geometry that
 src/device/cuda/attention.rs uses, and compared with float64 over the same inputs: several widths,
 packed sequences of any length, windows, grouped queries, both engines and the plain kernels. Then
 B4 H28 S4096 D128 causal is timed with events, next to PyTorch's own attention.
@@ -48,7 +48,7 @@ def compiled(path):
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=true", "--ftz=false", "-Ikernels"]
     program = ctypes.c_void_p()
     source = open(path, "rb").read()
-    ok(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"attention.cu", 0, None, None), "create")
+    ok(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, path.encode(), 0, None, None), "create")
     array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
     result = nvrtc.nvrtcCompileProgram(program, len(options), array)
     size = ctypes.c_size_t()
@@ -69,7 +69,8 @@ def compiled(path):
 def launch(name, grid, threads, shared, arguments):
     if name not in FUNCTIONS:
         function = ctypes.c_void_p()
-        ok(CUDA.cuModuleGetFunction(ctypes.byref(function), MODULE, name.encode()), name)
+        module = MODULES["plain" in name or "delta" in name]
+        ok(CUDA.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
         FUNCTIONS[name] = function
     function = FUNCTIONS[name]
     if shared > 48 << 10:
@@ -270,7 +271,7 @@ def time_all():
 torch.zeros(1, device="cuda")
 CUDA = library("libcuda.so.1")
 FUNCTIONS = {}
-MODULE = compiled("kernels/attention.cu")
+MODULES = [compiled(f"kernels/{name}.cu") for name in ("attention", "attention_plain")]
 ENGINES = ["wgmma", "mma"] if torch.cuda.get_device_capability()[0] == 9 else ["mma"]
 
 

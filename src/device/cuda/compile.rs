@@ -33,6 +33,8 @@ macro_rules! sources {
     };
 }
 sources![
+    "attention.cu",
+    "attention_plain.cu",
     "cast.cu",
     "embed.cu",
     "loss.cu",
@@ -43,8 +45,20 @@ sources![
     "swiglu.cu",
 ];
 
-/// What kernels `#include`: its name and text.
-const HEADERS: &[(&str, &str)] = &[("common.cuh", include_str!("../../../kernels/common.cuh"))];
+macro_rules! headers {
+    ($($name:literal),* $(,)?) => {
+        /// What kernels `#include`: its name and text.
+        const HEADERS: &[(&str, &str)] =
+            &[$(($name, include_str!(concat!("../../../kernels/", $name)))),*];
+    };
+}
+headers![
+    "attention_common.cuh",
+    "attention_mma.cuh",
+    "attention_primitives.cuh",
+    "attention_wgmma.cuh",
+    "common.cuh",
+];
 
 /// Bytes in front of the code in a cache file: the code's own xxh3-128.
 const CACHE_HEADER_BYTES: usize = 16;

@@ -13,13 +13,13 @@
 //! Kernels are launched by the operations of `kernels` and `attention`, products by `gemm`; which
 //! range may be used when is the schedule's to say.
 
+mod attention;
 mod compile;
 mod copies;
 mod driver;
 mod gemm;
 mod kernels;
 pub mod library;
-mod pending;
 mod staging;
 
 use std::cell::Cell;
