@@ -58,14 +58,43 @@ DEVICE Unit sequence_of(const u32* bounds, int sequences, int token)
     return Unit{bounds[low], (int)(bounds[low + 1] - bounds[low]), (int)(token - bounds[low])};
 }
 
-// delta = Σ do·o of each token and head; a warp each.
+// Elements at[0..4), of which `left` exist and the others are 0. `whole` says that bf16 may be
+// read eight bytes at a time.
+DEVICE void load_4(const float* at, int left, bool whole, float (&x)[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = i < left ? at[i] : 0.0f;
+}
+
+DEVICE void load_4(const u16* at, int left, bool whole, float (&x)[4])
+{
+    if (whole) {
+        const u64 four = *(const u64*)at;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = widen((u16)(four >> (16 * i)));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = i < left ? widen(at[i]) : 0.0f;
+    }
+}
+
+// delta = Σ do·o of each token and head; a warp each, four neighbouring elements a lane.
 template <class T>
 DEVICE void row_delta(const T* o, const T* dout, float* delta, int width, Problem p)
 {
     const u64 token = (u64)BLOCK_X * 4 + WARP;
     if (token >= p.tokens) return;
     const u64 at = (token * p.heads + BLOCK_Y) * width;
-    const float sum = dot(o + at, dout + at, width);
+    const bool whole = width % 4 == 0 && ((u64)o | (u64)dout) % 8 == 0;
+    float sum = 0.0f;
+    for (int d = LANE * 4; d < width; d += 128) {
+        float a[4], b[4];
+        load_4(o + at + d, width - d, whole, a);
+        load_4(dout + at + d, width - d, whole, b);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum += a[i] * b[i];
+    }
+    sum = sum_of_warp(sum);
     if (LANE == 0) delta[BLOCK_Y * p.tokens + token] = sum;
 }
 
