@@ -7,19 +7,25 @@
 // panels (for operands stored [k][n]; ignored for [rows][k]), of groups of eight rows; all / 16.
 DEVICE u64 descriptor(u32 address, u32 panel_bytes)
 {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(panel_bytes >> 4) << 16 |
-           (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+    return (u64)((address >> 4) | (panel_bytes >> 4) << 16) | (u64)(1024 >> 4 | 1 << 30) << 32;
+}
+
+// The descriptor of the same tile `bytes` further on; shared memory is too small for a carry.
+DEVICE u64 further(u64 descriptor, u32 bytes)
+{
+    return (descriptor & 0xffffffff00000000) | ((u32)descriptor + (bytes >> 4));
 }
 
 // Issues c[64, 8·N] = a·bᵀ: a from row `a_row` of a tile of A_ROWS rows, b a tile of 8·N rows.
 template <int D, int A_ROWS, int N>
 DEVICE void issue_transposed(float (&c)[N][4], u32 a, int a_row, u32 b)
 {
+    const u64 a_tile = descriptor(a + a_row * 128, 16), b_tile = descriptor(b, 16);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         const u32 inside = (k % 4) * 32;
-        wgmma_shared(c, descriptor(a + (k / 4) * A_ROWS * 128 + a_row * 128 + inside, 16),
-                     descriptor(b + (k / 4) * N * 8 * 128 + inside, 16), k > 0);
+        wgmma_shared(c, further(a_tile, (k / 4) * A_ROWS * 128 + inside),
+                     further(b_tile, (k / 4) * N * 8 * 128 + inside), k > 0);
     }
 }
 
@@ -27,9 +33,9 @@ DEVICE void issue_transposed(float (&c)[N][4], u32 a, int a_row, u32 b)
 template <int D, int M>
 DEVICE void issue(float (&c)[D / 8][4], const u32 (&p)[M / 2][4], u32 b)
 {
+    const u64 b_tile = descriptor(b, M * 8 * 128);
 #pragma unroll
-    for (int k = 0; k < M / 2; ++k)
-        wgmma_registers(c, p[k], descriptor(b + k * 16 * 128, M * 8 * 128));
+    for (int k = 0; k < M / 2; ++k) wgmma_registers(c, p[k], further(b_tile, k * 16 * 128));
 }
 
 // 128 queries a block, tiles of 128 keys. The scores of a tile are computed while the tile before
