@@ -20,7 +20,7 @@ use terrace::host::HostArena;
 use terrace::machine::storage_bytes;
 use terrace::model::ModelSpec;
 use terrace::optimizer::Isa;
-use terrace::plan::{Budgets, DeviceProfile, Home, Plan, Purpose};
+use terrace::plan::{Budgets, Home, Plan, Purpose};
 use terrace::stats::Stats;
 use terrace::step::{Engine, StepSettings};
 use terrace::store::{Scratch, StoredSection, checksum, disk};
@@ -124,7 +124,7 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
             host,
             store: PLENTY,
         };
-        let profile = DeviceProfile::cpu();
+        let profile = support::profile(numbers.precision);
         Plan::new(&spec, config, &profile, budgets, Purpose::Train).unwrap()
     };
     let least = make(&config, PLENTY, PLENTY);
@@ -191,6 +191,7 @@ fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
     }
     let (spec, plan) = (numbers.spec(), plan(numbers, way));
     let mut cutter = HostArena::take(plan.host.bytes).unwrap();
+    let span = cutter.span();
     let ring = cutter.cut_ring(plan.host.slabs as usize, plan.host.slab_bytes);
     let mut store = None;
     if plan.spills() {
@@ -204,7 +205,11 @@ fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
             Err(error) => panic!("{error}"),
         }
     }
-    let device = Device::cpu(plan.map.bytes).unwrap();
+    let profile = &plan.device;
+    let device = Device::open(profile.card, plan.map.bytes, profile.activation_bytes).unwrap();
+    if let Device::Cuda(cuda) = &device {
+        cuda.pin(span).unwrap();
+    }
     let mut tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(false));
     tiers.poison = way.poison;
     let weights = WeightSource::random(&spec, 11);

@@ -4,6 +4,8 @@
 //! the test says so and passes. The cache is a directory of the test's, so that nothing old counts,
 //! and a second compilation must give the same code from it.
 
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
+
 use terrace::device::cuda::compile_kernels;
 
 /// Ampere, Ada, Hopper with its own instructions, Blackwell.

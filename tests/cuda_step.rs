@@ -5,6 +5,8 @@
 //! norms and masters are compared by their bits. Ten steps against PyTorch are `golden_step`'s, with
 //! `TERRACE_TEST_DEVICE=cuda:0`. Without a card the tests say so and pass.
 
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
+
 mod support;
 
 use support::{Case, config, masters, numbers, settings};

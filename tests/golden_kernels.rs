@@ -10,6 +10,8 @@
 //! Between views lies memory that must stay as it was. A table of all cases is printed at the end.
 //! Without a card, or a library, the test says so and passes.
 
+#![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
+
 use std::cell::RefCell;
 
 use terrace::device::cuda::card_count;
@@ -505,6 +507,7 @@ fn host_rows(desk: &mut Desk) {
     cuda.pin(cutter.span()).unwrap();
     let mut home = cutter.cut(height * columns * width);
     desk.cuda.copy_out(table.cuda.offset, home.as_mut_slice());
+    let unpinned = home.as_slice::<u8>().to_vec();
     let rows: Vec<u32> = (0..1000).map(|i| i * 7 % 300).collect();
     let out = desk.blank(1000 * columns);
     let act = desk.act;
@@ -516,7 +519,7 @@ fn host_rows(desk: &mut Desk) {
             Device::Cuda(_) => {
                 let bytes = home.as_slice::<u8>();
                 assert!(device.gather_host_rows(act, bytes, &rows, at(out), columns));
-                assert!(!device.gather_host_rows(act, &bytes.to_vec(), &rows, at(out), columns));
+                assert!(!device.gather_host_rows(act, &unpinned, &rows, at(out), columns));
             }
         },
     );
@@ -617,6 +620,6 @@ fn cuda_computes_what_the_cpu_computes() {
         lines.extend(once);
     }
     print_table(&lines);
-    let failed = lines.iter().filter(|line| !(line.ratio <= 1.0)).count();
+    let failed = lines.iter().filter(|line| line.ratio > 1.0).count();
     assert_eq!(failed, 0, "{failed} of {} outputs are off", lines.len());
 }

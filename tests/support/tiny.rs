@@ -4,7 +4,10 @@
 use terrace::config::RunConfig;
 use terrace::data::{IGNORE, Micro};
 use terrace::model::{Family, ModelSpec, Rope, RopeScaling};
+use terrace::plan::DeviceProfile;
 use terrace::store::sim::mix;
+use terrace::tile::Precision;
+use terrace::train::choose_device;
 
 /// A Llama-shaped model with two query heads a key head.
 pub(crate) fn spec(blocks: u16, hidden: u64, vocab_size: u64, tied: bool) -> ModelSpec {
@@ -31,6 +34,14 @@ pub(crate) fn spec(blocks: u16, hidden: u64, vocab_size: u64, tied: bool) -> Mod
         initializer_range: 0.05,
         eos_token_ids: vec![0],
         bos_token_id: None,
+    }
+}
+
+/// The device under test: the CPU, or what `TERRACE_TEST_DEVICE` names (`cuda:0`).
+pub(crate) fn profile(precision: Precision) -> DeviceProfile {
+    match std::env::var("TERRACE_TEST_DEVICE") {
+        Ok(name) => choose_device(&name, precision).unwrap().0,
+        Err(_) => DeviceProfile::cpu(),
     }
 }
 

@@ -11,6 +11,7 @@
 //! asked for as yᵀ = w·xᵀ.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::Mutex;
 
@@ -113,6 +114,46 @@ impl Drop for Plan {
 /// A preference of cublasLt's search, destroyed when dropped.
 struct Preference(sys::cublasLtMatmulPreference_t);
 
+impl Preference {
+    /// Algorithms that fit the workspace and the operands' alignment and keep partial sums in f32.
+    fn new(product: Product) -> Result<Preference, Fault> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the handle's place outlives the call.
+        let made = unsafe { sys::cublasLtMatmulPreferenceCreate(&mut raw) };
+        succeeded(made, || "cublasLtMatmulPreferenceCreate".to_string())?;
+        let preference = Preference(raw);
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let [a, b, d] = product.alignment;
+        preference.set(
+            Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            WORKSPACE_BYTES,
+        )?;
+        let sums = SPLIT_SUMS_IN_F32;
+        preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, sums)?;
+        preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a)?;
+        preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, b)?;
+        preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, d)?;
+        preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d)?;
+        Ok(preference)
+    }
+
+    /// Sets an attribute; `T` is the attribute's own type: u64 for bytes of workspace, else u32.
+    fn set<T>(
+        &self,
+        attribute: sys::cublasLtMatmulPreferenceAttributes_t,
+        value: T,
+    ) -> Result<(), Fault> {
+        let place = std::ptr::from_ref(&value).cast::<c_void>();
+        // SAFETY: the preference is live; the value outlives the call, which copies it.
+        let set = unsafe {
+            sys::cublasLtMatmulPreferenceSetAttribute(self.0, attribute, place, size_of::<T>())
+        };
+        succeeded(set, || {
+            format!("cublasLtMatmulPreferenceSetAttribute {attribute:?}")
+        })
+    }
+}
+
 impl Drop for Preference {
     fn drop(&mut self) {
         // SAFETY: made by `cublasLtMatmulPreferenceCreate`, destroyed once.
@@ -122,19 +163,24 @@ impl Drop for Preference {
 
 impl Plan {
     fn new(library: sys::cublasLtHandle_t, product: Product) -> Result<Plan, Fault> {
-        let call = |name: &str| format!("{name} of {product:?}");
         let mut plan = Plan {
             description: std::ptr::null_mut(),
             layouts: [std::ptr::null_mut(); 3],
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
         };
+        plan.make_description(product)?;
+        plan.make_layouts(product)?;
+        plan.algorithm = plan.choose(library, product)?;
+        Ok(plan)
+    }
+
+    fn make_description(&mut self, product: Product) -> Result<(), Fault> {
         let f32_sums = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let f32_scale = sys::cudaDataType_t::CUDA_R_32F;
+        let place = &mut self.description;
         // SAFETY: the handle's place outlives the call.
-        succeeded(
-            unsafe { sys::cublasLtMatmulDescCreate(&mut plan.description, f32_sums, f32_scale) },
-            || call("cublasLtMatmulDescCreate"),
-        )?;
+        let made = unsafe { sys::cublasLtMatmulDescCreate(place, f32_sums, f32_scale) };
+        succeeded(made, || format!("cublasLtMatmulDescCreate of {product:?}"))?;
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let operation = |transposed| if transposed { TRANSPOSED } else { AS_IT_IS };
         let epilogue = if product.bias {
@@ -142,19 +188,16 @@ impl Plan {
         } else {
             sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT as u32
         };
-        for (attribute, value) in [
-            (
-                Attribute::CUBLASLT_MATMUL_DESC_TRANSA,
-                operation(product.transpose_a),
-            ),
-            (
-                Attribute::CUBLASLT_MATMUL_DESC_TRANSB,
-                operation(product.transpose_b),
-            ),
-            (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue),
-        ] {
-            plan.describe(attribute, value)?;
-        }
+        let (a, b) = (
+            operation(product.transpose_a),
+            operation(product.transpose_b),
+        );
+        self.describe(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, a)?;
+        self.describe(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, b)?;
+        self.describe(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue)
+    }
+
+    fn make_layouts(&mut self, product: Product) -> Result<(), Fault> {
         let Product { m, n, k, .. } = product;
         let turned = |transposed: bool, rows, columns| {
             if transposed {
@@ -168,18 +211,16 @@ impl Plan {
             (turned(product.transpose_b, k, n), product.input),
             ((m, n), product.output),
         ];
-        for (layout, ((rows, columns), dtype)) in plan.layouts.iter_mut().zip(shapes) {
-            let stride = i64::try_from(rows).expect("a matrix fits the arena");
+        for (place, ((rows, columns), dtype)) in self.layouts.iter_mut().zip(shapes) {
+            let (kind, stride) = (data_type(dtype), rows.cast_signed());
             // SAFETY: the handle's place outlives the call.
-            succeeded(
-                unsafe {
-                    sys::cublasLtMatrixLayoutCreate(layout, data_type(dtype), rows, columns, stride)
-                },
-                || call("cublasLtMatrixLayoutCreate"),
-            )?;
+            let made =
+                unsafe { sys::cublasLtMatrixLayoutCreate(place, kind, rows, columns, stride) };
+            succeeded(made, || {
+                format!("cublasLtMatrixLayoutCreate of {product:?}")
+            })?;
         }
-        plan.algorithm = plan.choose(library, product)?;
-        Ok(plan)
+        Ok(())
     }
 
     /// Sets an attribute of the description; `T` is the attribute's own type.
@@ -204,46 +245,7 @@ impl Plan {
         library: sys::cublasLtHandle_t,
         product: Product,
     ) -> Result<sys::cublasLtMatmulAlgo_t, Fault> {
-        let call = |name: &str| format!("{name} of {product:?}");
-        let mut preference = Preference(std::ptr::null_mut());
-        // SAFETY: the handle's place outlives the call.
-        succeeded(
-            unsafe { sys::cublasLtMatmulPreferenceCreate(&mut preference.0) },
-            || call("cublasLtMatmulPreferenceCreate"),
-        )?;
-        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-        let [a, b, d] = product.alignment;
-        let workspace = WORKSPACE_BYTES;
-        let set = |attribute, place: *const c_void, bytes| {
-            // SAFETY: the preference is live; `place` has `bytes` bytes, which the call copies.
-            let set = unsafe {
-                sys::cublasLtMatmulPreferenceSetAttribute(preference.0, attribute, place, bytes)
-            };
-            succeeded(set, || {
-                format!("cublasLtMatmulPreferenceSetAttribute {attribute:?}")
-            })
-        };
-        set(
-            Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-            std::ptr::from_ref(&workspace).cast(),
-            size_of::<u64>(),
-        )?;
-        for (attribute, value) in [
-            (
-                Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                SPLIT_SUMS_IN_F32,
-            ),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, b),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, d),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
-        ] {
-            set(
-                attribute,
-                std::ptr::from_ref(&value).cast(),
-                size_of::<u32>(),
-            )?;
-        }
+        let preference = Preference::new(product)?;
         let mut found = sys::cublasLtMatmulHeuristicResult_t {
             algo: self.algorithm,
             workspaceSize: 0,
@@ -268,8 +270,9 @@ impl Plan {
                 &mut count,
             )
         };
-        succeeded(asked, || call("cublasLtMatmulAlgoGetHeuristic"))?;
-        succeeded(found.state, || call("cublasLtMatmulAlgoGetHeuristic"))?;
+        let call = || format!("cublasLtMatmulAlgoGetHeuristic of {product:?}");
+        succeeded(asked, call)?;
+        succeeded(found.state, call)?;
         Ok(found.algo)
     }
 }
@@ -296,14 +299,10 @@ impl CudaDevice {
         let (t, n) = (rows_of(x.count, k, "x"), rows_of(w.count, k, "w"));
         assert_eq!(y.count, t * n, "y is [T, N]");
         assert_eq!(x.dtype, w.dtype, "x and w have one format");
-        let bias = bias.map(|bias| {
-            assert_eq!(
-                (bias.count, bias.dtype),
-                (n, y.dtype),
-                "bias is [N] in y's format"
-            );
-            bias
-        });
+        if let Some(bias) = bias {
+            assert_eq!(bias.count, n, "bias is [N]");
+            assert_eq!(bias.dtype, y.dtype, "bias in y's format");
+        }
         let product = Product {
             m: n,
             n: t,
@@ -386,11 +385,10 @@ impl CudaDevice {
                 operands.bias = Some(self.aligned_bias(at, bias.bytes())?);
             }
             let mut plans = lock(&self.gemm.plans);
-            if !plans.contains_key(&product) {
-                let plan = Plan::new(self.gemm.library, product)?;
-                plans.insert(product, plan);
-            }
-            let plan = plans.get(&product).expect("the plan was just made");
+            let plan = match plans.entry(product) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(place) => place.insert(Plan::new(self.gemm.library, product)?),
+            };
             self.run_plan(product, plan, operands)
         });
     }

@@ -71,7 +71,6 @@ pub struct Point(Option<Event>);
 pub(super) enum Argument {
     Pointer(u64),
     U32(u32),
-    I32(i32),
     U64(u64),
     F32(f32),
 }
@@ -82,7 +81,6 @@ impl Argument {
         match self {
             Argument::Pointer(v) | Argument::U64(v) => v,
             Argument::U32(v) => u64::from(v),
-            Argument::I32(v) => u64::from(v.cast_unsigned()),
             Argument::F32(v) => u64::from(v.to_bits()),
         }
     }
@@ -104,7 +102,6 @@ pub struct CudaDevice {
     ordinal: usize,
     activation: Dtype,
     capability: (u32, u32),
-    multiprocessors: u32,
     arena: DeviceMemory,
     workspace: DeviceMemory,
     streams: [Stream; 3],
@@ -168,7 +165,6 @@ impl CudaDevice {
             ordinal,
             activation,
             capability: card.capability,
-            multiprocessors: card.multiprocessors,
             arena,
             workspace,
             streams: [stream()?, stream()?, stream()?],
@@ -206,11 +202,6 @@ impl CudaDevice {
     /// Compute capability of the card, major and minor.
     pub(super) fn capability(&self) -> (u32, u32) {
         self.capability
-    }
-
-    /// Multiprocessors of the card. A grid that depends on them must not decide an order of sums.
-    pub(super) fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
     }
 
     /// From here on the calling thread's work goes to `queue`.
