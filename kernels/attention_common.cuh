@@ -292,18 +292,24 @@ DEVICE void store_forward(u16* o, u64 stride, float* lse, int row, int length, S
 // ---- Gradient of the scores -------------------------------------------------------------------
 // P = 2^(s·scale·log₂e − lse·log₂e), dS = P·(do·vᵀ − delta).
 
-// dp = p·(dp − delta), rows g and g + 8 with their own lse and delta.
+// s = P, rows g and g + 8 with their own lse.
 template <int N>
-DEVICE void score_gradient(float (&s)[N][4], float (&dp)[N][4], float scale_log2,
-                           const float (&lse_log2)[2], const float (&delta)[2])
+DEVICE void probabilities(float (&s)[N][4], float scale_log2, const float (&lse_log2)[2])
 {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            s[n][e] = exp2_approx(s[n][e] * scale_log2 - lse_log2[e >> 1]);
-            dp[n][e] = s[n][e] * (dp[n][e] - delta[e >> 1]);
-        }
+        for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(s[n][e] * scale_log2 - lse_log2[e >> 1]);
+}
+
+// dp = p·(dp − delta).
+template <int N>
+DEVICE void score_gradient(const float (&p)[N][4], float (&dp)[N][4], const float (&delta)[2])
+{
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[n][e] = p[n][e] * (dp[n][e] - delta[e >> 1]);
 }
 
 // The transposed P: each column has its own lse, in shared memory.

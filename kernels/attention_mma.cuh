@@ -195,7 +195,8 @@ DEVICE void backward_queries(const u16* q, const u16* k, const u16* v, const u16
             multiply_transposed<D>(ds, do_tile + rows, here + KeyTile::BYTES + offset_b);
             if (!all_seen(warp_first, 16, tile * KEYS, KEYS, p.window))
                 mask(s, row, tile * KEYS + (LANE & 3) * 2, p.window, MINUS_INFINITY);
-            score_gradient(s, ds, scale_log2, lse_log2, row_delta);
+            probabilities(s, scale_log2, lse_log2);
+            score_gradient(s, ds, row_delta);
             u32 rounded[KEYS / 16][4];
             round_to_operand(rounded, ds);
             multiply<D, KEYS / 8>(out, rounded, here + offset_a);

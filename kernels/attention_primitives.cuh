@@ -95,7 +95,7 @@ DEVICE u32 pack_bf16(float low, float high)
 DEVICE float exp2_approx(float x)
 {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -110,6 +110,10 @@ DEVICE bool any_lane(bool x)
 DEVICE void warp_barrier()
 {
     __syncwarp();
+}
+DEVICE u32 float_to_bits(float x)
+{
+    return __float_as_uint(x);
 }
 DEVICE float bits_to_float(u32 x)
 {
@@ -143,6 +147,12 @@ DEVICE void wgmma_wait()
 DEVICE void publish_to_wgmma()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Has `bits` computed here, before a wait that follows: without the store, ptxas puts arithmetic that
+// is to run beside a product behind the wait for it. `scratch`: four bytes of the thread's own.
+DEVICE void compute_first(u32 bits, u32 scratch)
+{
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(scratch), "r"(bits) : "memory");
 }
 // Keeps the compiler from moving reads and writes of accumulators past this point.
 template <int N>

@@ -38,6 +38,18 @@ DEVICE void issue(float (&c)[D / 8][4], const u32 (&p)[M / 2][4], u32 b)
     for (int k = 0; k < M / 2; ++k) wgmma_registers(c, p[k], further(b_tile, k * 16 * 128));
 }
 
+// A number that needs all of c; see `compute_first`.
+template <int N>
+DEVICE u32 all_bits(const float (&c)[N][4])
+{
+    u32 bits = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) bits ^= float_to_bits(c[n][e]);
+    return bits;
+}
+
 // 128 queries a block, tiles of 128 keys. The scores of a tile are computed while the tile before
 // is weighed, so k runs a tile ahead of v; each has two buffers.
 template <int D>
@@ -65,6 +77,7 @@ DEVICE void forward_wgmma(const u16* q, const u16* k, const u16* v, u16* o, floa
     const int group_row = WARP / 4 * 64, warp_first = unit.first + WARP * 16,
               row = warp_first + LANE / 4, column = (LANE & 3) * 2;
     const float scale_log2 = p.scale * LOG2E;
+    const u32 scratch = q_tile + 5 * Tile::BYTES + THREAD * 4;
     float out[D / 8][4], s[N][4], factor[2];
     u32 rounded[N / 2][4];
     clear(out);
@@ -100,6 +113,7 @@ DEVICE void forward_wgmma(const u16* q, const u16* k, const u16* v, u16* o, floa
             mask(s, row, (tile - 1) * ROWS + column, p.window, MINUS_INFINITY);
         const bool raised = raise_max(state, s, scale_log2, factor);
         exponentiate(state, s, scale_log2);
+        compute_first(float_to_bits(state.sum[0] + state.sum[1]), scratch);
         wgmma_wait<0>();
         pin(out);
         if (raised) rescale(out, factor);
@@ -144,6 +158,7 @@ DEVICE void backward_queries_wgmma(const u16* q, const u16* k, const u16* v, con
     const int group_row = WARP / 4 * 64, warp_first = unit.first + WARP * 16,
               row = warp_first + LANE / 4;
     const float scale_log2 = p.scale * LOG2E;
+    const u32 scratch = memory + 2 * STAGE + THREAD * 4;
     float lse_log2[2], row_delta[2];
     read_rows(lse_log2, row_delta, lse + at.row, delta + at.row, row, unit.length);
     float out[D / 8][4], s[N][4], ds[N][4];
@@ -168,12 +183,15 @@ DEVICE void backward_queries_wgmma(const u16* q, const u16* k, const u16* v, con
                                                  (tile + 1) * KEYS, unit.length);
         }
         copies_commit();
-        wgmma_wait<0>();
+        wgmma_wait<1>();
         pin(s);
-        pin(ds);
         if (!all_seen(warp_first, 16, tile * KEYS, KEYS, p.window))
             mask(s, row, tile * KEYS + (LANE & 3) * 2, p.window, MINUS_INFINITY);
-        score_gradient(s, ds, scale_log2, lse_log2, row_delta);
+        probabilities(s, scale_log2, lse_log2);
+        compute_first(all_bits(s), scratch);
+        wgmma_wait<0>();
+        pin(ds);
+        score_gradient(s, ds, row_delta);
         round_to_operand(rounded, ds);
         wgmma_fence();
         issue<D, N>(out, rounded, here);
@@ -215,6 +233,7 @@ DEVICE void backward_keys_wgmma(const u16* q, const u16* k, const u16* v, const 
     const int group_row = WARP / 4 * 64, warp_first = unit.first + WARP * 16,
               row = warp_first + LANE / 4;
     const float scale_log2 = p.scale * LOG2E;
+    const u32 scratch = memory + 2 * STAGE + THREAD * 4;
     float dk_rows[D / 8][4], dv_rows[D / 8][4], s[N][4], ds[N][4];
     u32 p_rounded[N / 2][4], ds_rounded[N / 2][4];
     clear(dk_rows);
@@ -250,6 +269,7 @@ DEVICE void backward_keys_wgmma(const u16* q, const u16* k, const u16* v, const 
             mask_transposed(s, first + (LANE & 3) * 2, row, p.window, MINUS_INFINITY);
         probabilities_transposed(s, scale_log2, lses);
         round_to_operand(p_rounded, s);
+        compute_first(all_bits(s), scratch);
         wgmma_wait<0>();
         pin(ds);
         wgmma_fence();

@@ -135,7 +135,7 @@ class Case:
             return self.plain("forward", self.heads, 4, inputs)
         if engine == "wgmma":
             units, count = self.units(128, False)
-            threads, shared, name = 256, 5 * 128 * dim * 2, f"attention_forward_wgmma_{dim}"
+            threads, shared, name = 256, 5 * 128 * dim * 2 + 1024, f"attention_forward_wgmma_{dim}"
         else:
             warps, row = MMA[dim][0], dim * 2 + 16
             units, count = self.units(warps * 16, False)
@@ -153,7 +153,7 @@ class Case:
         if engine == "wgmma":
             keys, queries = WGMMA[dim]
             rows, threads, infix = 128, 256, "wgmma_"
-            shared = (256 + 4 * keys) * dim * 2, (256 + 4 * queries) * dim * 2 + 2048
+            shared = (256 + 4 * keys) * dim * 2 + 1024, (256 + 4 * queries) * dim * 2 + 3072
         else:
             _, keys, queries, columns = MMA[dim]
             rows, threads, infix, slices = 64, 128, "", dim // columns

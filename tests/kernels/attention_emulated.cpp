@@ -167,14 +167,14 @@ struct Wgmma {
     void forward(const Shape& shape, Problem p, u16* q, u16* k, u16* v, u16* o, float* lse)
     {
         auto units = units_of(shape, 128);
-        launch(units.size() / 4, shape.heads, 1, 256, 5 * 128 * D * 2,
+        launch(units.size() / 4, shape.heads, 1, 256, 5 * 128 * D * 2 + 1024,
                [&] { forward_wgmma<D>(q, k, v, o, lse, units.data(), p); });
     }
     void queries(const Shape& shape, Problem p, u16* q, u16* k, u16* v, u16* dout, float* lse,
                  float* delta, u16* dq)
     {
         auto units = units_of(shape, 128);
-        launch(units.size() / 4, shape.heads, 1, 256, (2 * 128 + 6 * KEYS) * D * 2, [&] {
+        launch(units.size() / 4, shape.heads, 1, 256, (2 * 128 + 4 * KEYS) * D * 2 + 1024, [&] {
             backward_queries_wgmma<D, KEYS>(q, k, v, dout, lse, delta, dq, units.data(), p);
         });
     }
@@ -182,11 +182,10 @@ struct Wgmma {
               float* delta, u16* dk, u16* dv)
     {
         auto units = units_of(shape, 128);
-        launch(units.size() / 4, shape.kv_heads, 1, 256, (2 * 128 + 6 * QUERIES) * D * 2 + 3 * 1024,
-               [&] {
-                   backward_keys_wgmma<D, QUERIES>(q, k, v, dout, lse, delta, dk, dv, units.data(),
-                                                   p);
-               });
+        launch(
+            units.size() / 4, shape.kv_heads, 1, 256, (2 * 128 + 4 * QUERIES) * D * 2 + 3072, [&] {
+                backward_keys_wgmma<D, QUERIES>(q, k, v, dout, lse, delta, dk, dv, units.data(), p);
+            });
     }
 };
 

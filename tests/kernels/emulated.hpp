@@ -153,6 +153,12 @@ static u16 float_to_bf16(float x)
     if (x != x) return 0x7fc0;
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+DEVICE u32 float_to_bits(float x)
+{
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
 DEVICE u32 pack_bf16(float low, float high)
 {
     return float_to_bf16(low) | (u32)float_to_bf16(high) << 16;
@@ -297,6 +303,10 @@ DEVICE bool any_lane(bool x)
 
 // wgmma: done when it is issued; what a tile holds is found by its descriptor.
 #define ATTENTION_WGMMA
+DEVICE void compute_first(u32 bits, u32 scratch)
+{
+    memcpy(shared_at(scratch, 4), &bits, 4);
+}
 DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() {}
 template <int PENDING>

@@ -140,9 +140,9 @@ fn wgmma(head_dim: u64) -> Option<Engine> {
     let row_bytes = head_dim * 2;
     Some(Engine {
         head_dim,
-        forward: launch(names[0], 5 * 128 * row_bytes),
-        queries: launch(names[1], (256 + 4 * keys) * row_bytes),
-        keys: launch(names[2], (256 + 4 * queries) * row_bytes + 2048),
+        forward: launch(names[0], 5 * 128 * row_bytes + 1024),
+        queries: launch(names[1], (256 + 4 * keys) * row_bytes + 1024),
+        keys: launch(names[2], (256 + 4 * queries) * row_bytes + 3072),
     })
 }
 
