@@ -1,9 +1,9 @@
 // Causal attention within packed sequences: o = softmax(q·kᵀ/√D)·v and its gradient.
 //
-// q, o, do, dq [T, heads, D]; k, v, dk, dv [T, kv_heads, D]; lse, delta [heads, T] f32 (lse: natural
-// logarithm of the sum of exponentials of scaled scores). bf16 with tensor cores (D 32, 64, 80, 96,
-// 128, 256); attention_plain.cu has f32 and other widths. Key j is seen by query i of
-// the same sequence iff i − window < j ≤ i.
+// q, o, do, dq [T, heads, D]; k, v, dk, dv [T, kv_heads, D]; lse, delta [heads, T] f32 (lse:
+// natural logarithm of the sum of exponentials of scaled scores). bf16 with tensor cores (D 32, 64,
+// 80, 96, 128, 256); attention_plain.cu has f32 and other widths. Key j is seen by query i of the
+// same sequence iff i − window < j ≤ i.
 //
 // Products are summed in f32; the probabilities P and the score gradients dS are rounded to bf16
 // before their products, as FlashAttention does. 2ˣ is ex2.approx.ftz: relative error 2⁻²².

@@ -1,7 +1,7 @@
-// What the kernels of attention share: the problem, units of work, tiles in shared memory, masks, the
-// running softmax, the scores' gradient, results to memory. Accumulators are held as by mma.m16n8k16
-// (and wgmma): with g = lane / 4 and t = lane % 4, c[n] is (g, 2t), (g, 2t + 1), (g + 8, 2t) and
-// (g + 8, 2t + 1) of the warp's n-th 16×8 block.
+// What the kernels of attention share: the problem, units of work, tiles in shared memory, masks,
+// the running softmax, the scores' gradient, results to memory. Accumulators are held as by
+// mma.m16n8k16 and wgmma have them: with g = lane / 4 and t = lane % 4, c[n] is (g, 2t),
+// (g, 2t + 1), (g + 8, 2t) and (g + 8, 2t + 1) of the warp's n-th 16×8 block.
 #pragma once
 
 #define LOG2E 1.4426950408889634f

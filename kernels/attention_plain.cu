@@ -1,8 +1,8 @@
 // Attention and its gradient without tensor cores: f32, and bf16 of any width; and delta, Σ do·o.
 //
-// Formula, shapes and masks as in attention.cu; sums in f32, exponentials by expf. A warp has one row
-// and lane l elements l, l + 32, … of it. Deterministic: a row's sums are one warp's, in a fixed
-// order. Slow: speed is attention.cu's.
+// Formula, shapes and masks as in attention.cu; sums in f32, exponentials by expf. A warp has one
+// row and lane l elements l, l + 32, … of it. Deterministic: a row's sums are one warp's, in a
+// fixed order. Slow: speed is attention.cu's.
 // Launch: four rows a block of 128 threads; grids (⌈T / 4⌉, heads), for keys (⌈T / 4⌉, kv_heads).
 // Dynamic shared memory: 4·D floats, for keys 8·D.
 // Tests: as attention.cu.

@@ -148,8 +148,9 @@ DEVICE void publish_to_wgmma()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Has `bits` computed here, before a wait that follows: without the store, ptxas puts arithmetic that
-// is to run beside a product behind the wait for it. `scratch`: four bytes of the thread's own.
+// Has `bits` computed here, before a wait that follows: without the store, ptxas puts arithmetic
+// that is to run beside a product behind the wait for it. `scratch`: four bytes of the thread's
+// own.
 DEVICE void compute_first(u32 bits, u32 scratch)
 {
     asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(scratch), "r"(bits) : "memory");

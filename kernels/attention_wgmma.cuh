@@ -1,5 +1,5 @@
-// Attention with wgmma and swizzled tiles: code for sm_90a. A warpgroup of four warps has 64 rows. See
-// attention.cu.
+// Attention with wgmma and swizzled tiles: code for sm_90a. A warpgroup of four warps has 64 rows.
+// See attention.cu.
 #pragma once
 #ifdef ATTENTION_WGMMA
 

@@ -14,7 +14,8 @@ import sys
 
 import torch
 
-MMA = {  # D: warps of forward, keys of a dq tile, queries of a dk/dv tile, columns of dk, dv a block
+# D: warps of forward, keys of a dq tile, queries of a dk/dv tile, columns of dk, dv a block
+MMA = {
     32: (8, 64, 64, 32),
     64: (8, 64, 64, 64),
     80: (8, 64, 32, 80),
@@ -45,10 +46,19 @@ def compiled(path):
     nvrtc = library("libnvrtc.so.13", "libnvrtc.so", "libnvrtc.so.12")
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}" + ("a" if major == 9 else "")
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=true", "--ftz=false", "-Ikernels"]
+    options = [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "--fmad=true",
+        "--ftz=false",
+        "-Ikernels",
+    ]
     program = ctypes.c_void_p()
     source = open(path, "rb").read()
-    ok(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, path.encode(), 0, None, None), "create")
+    ok(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, path.encode(), 0, None, None),
+        "create",
+    )
     array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
     result = nvrtc.nvrtcCompileProgram(program, len(options), array)
     size = ctypes.c_size_t()
@@ -92,7 +102,13 @@ def launch(name, grid, threads, shared, arguments):
 
 class Case:
     def __init__(self, dim, heads, kv_heads, window, bounds, dtype=torch.bfloat16, loud=1.0):
-        self.dim, self.heads, self.kv_heads, self.bounds, self.dtype = dim, heads, kv_heads, bounds, dtype
+        self.dim, self.heads, self.kv_heads, self.bounds, self.dtype = (
+            dim,
+            heads,
+            kv_heads,
+            bounds,
+            dtype,
+        )
         self.tokens = bounds[-1]
         self.window = min(window, self.tokens)
         make = torch.Generator(device="cuda").manual_seed(7)
@@ -121,13 +137,21 @@ class Case:
                     found.append((-cost, start, length, first))
             found.sort(key=lambda x: x[0])
             flat = [x for _, start, length, first in found for x in (start, length, first, 0)]
-            self.lists[rows, keys] = torch.tensor(flat, dtype=torch.int32, device="cuda"), len(found)
+            self.lists[rows, keys] = torch.tensor(flat, dtype=torch.int32, device="cuda"), len(
+                found
+            )
         return self.lists[rows, keys]
 
     def run_delta(self):
         name = "bf16" if self.dtype == torch.bfloat16 else "f32"
         grid = ((self.tokens + 3) // 4, self.heads, 1)
-        launch(f"attention_delta_{name}", grid, 128, 0, [self.o, self.do, self.delta, self.dim, *self.problem])
+        launch(
+            f"attention_delta_{name}",
+            grid,
+            128,
+            0,
+            [self.o, self.do, self.delta, self.dim, *self.problem],
+        )
 
     def forward(self, engine):
         dim, inputs = self.dim, [self.q, self.k, self.v, self.o, self.lse]
@@ -160,7 +184,13 @@ class Case:
             shared = (128 + 4 * keys) * row, (128 + 4 * queries) * row + 16 * queries
         units, count = self.units(rows, False)
         name = f"attention_backward_queries_{infix}{dim}"
-        launch(name, (count, self.heads, 1), threads, shared[0], [*inputs, self.dq, units, *self.problem])
+        launch(
+            name,
+            (count, self.heads, 1),
+            threads,
+            shared[0],
+            [*inputs, self.dq, units, *self.problem],
+        )
         units, count = self.units(rows, True)
         name = f"attention_backward_keys_{infix}{dim}"
         grid = (count, self.kv_heads, slices)
@@ -201,7 +231,7 @@ class Case:
 
 
 def check(engine, case):
-    """Prints the root mean square and the largest difference over the reference's root mean square."""
+    """Prints rms and largest difference, both over the rms of the reference."""
     case.forward(engine)
     case.backward(engine)
     torch.cuda.synchronize()
@@ -219,7 +249,8 @@ def check(engine, case):
         right = right and rms < limits[0] and top < limits[1]
         columns.append(f"{rms:.0e}/{top:.0e}")
     window = "-" if case.window == case.tokens else case.window
-    shape = f"D {case.dim:3} heads {case.heads}/{case.kv_heads} window {window:>4} tokens {case.tokens:5}"
+    shape = f"D {case.dim:3} heads {case.heads}/{case.kv_heads} window {window:>4}"
+    shape += f" tokens {case.tokens:5}"
     verdict = "ok" if right else "WRONG" if same else "NOT THE SAME TWICE"
     print(f"{engine:6} {shape}: {' '.join(columns)} {verdict}", flush=True)
     return right
@@ -251,15 +282,26 @@ def time_all():
     print(f"B{batch} H{heads} S{length} D{dim} causal")
     case = Case(dim, heads, heads, ALL, [length * i for i in range(batch + 1)])
     for engine in ENGINES:
-        timed(engine, lambda: case.forward(engine), lambda: (case.forward(engine), case.backward(engine)), flops)
+        timed(
+            engine,
+            lambda: case.forward(engine),
+            lambda: (case.forward(engine), case.backward(engine)),
+            flops,
+        )
         for name, work in (("delta", case.run_delta), ("backward", lambda: case.backward(engine))):
             print(f"         {name} {milliseconds(work):.2f} ms")
-    q, k, v, do = (x.view(batch, length, heads, dim).transpose(1, 2).detach() for x in (case.q, case.k, case.v, case.do))
+    q, k, v, do = (
+        x.view(batch, length, heads, dim).transpose(1, 2).detach()
+        for x in (case.q, case.k, case.v, case.do)
+    )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     attend = torch.nn.functional.scaled_dot_product_attention
-    for name, backend in (("torch FA", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+    for name, backend in (
+        ("torch FA", SDPBackend.FLASH_ATTENTION),
+        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+    ):
         try:
             with sdpa_kernel(backend):
                 forward = lambda: attend(q, k, v, is_causal=True)

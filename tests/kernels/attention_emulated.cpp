@@ -7,13 +7,15 @@
 // when it starts and writes it when it is waited for, so that reading too early or overwriting too
 // soon shows. Results are compared with sums in double precision over the same bf16 inputs.
 //
-// c++ -std=c++20 -O2 -o attention_emulated tests/kernels/attention_emulated.cpp && ./attention_emulated
+// c++ -std=c++20 -O2 -o attention_emulated tests/kernels/attention_emulated.cpp &&
+// ./attention_emulated
 #include "emulated.hpp"
 
 #include "../../kernels/attention.cu"
 #include "../../kernels/attention_plain.cu"
 
-// ---- The reference ----------------------------------------------------------------------------------
+// ---- The reference
+// ----------------------------------------------------------------------------------
 
 struct Shape {
     int heads, kv_heads, dim, window;
@@ -72,7 +74,8 @@ static Tensors reference(const Shape& shape, const Tensors& in)
     return out;
 }
 
-// ---- The kernels --------------------------------------------------------------------------------------
+// ---- The kernels
+// --------------------------------------------------------------------------------------
 
 static std::vector<u32> units_of(const Shape& shape, int rows)
 {

@@ -1,5 +1,5 @@
-// A GPU's thread blocks on the CPU, one at a time, and attention_primitives.cuh by its definitions in
-// the PTX ISA. See attention_emulated.cpp.
+// A GPU's thread blocks on the CPU, one at a time, and attention_primitives.cuh by its definitions
+// in the PTX ISA. See attention_emulated.cpp.
 #pragma once
 
 #include <ucontext.h>
@@ -113,7 +113,8 @@ static void launch(int x, int y, int z, int threads, u32 shared, std::function<v
                 run_block(threads, block++ % 2 == 1);
 }
 
-// ---- The primitives -------------------------------------------------------------------------------
+// ---- The primitives
+// -------------------------------------------------------------------------------
 
 #define ATTENTION_EMULATED
 #define DEVICE static inline
