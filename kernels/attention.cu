@@ -14,7 +14,8 @@
 // query of a block sees are not visited.
 // Two engines compute the products: mma.sync (sm_80 and up), and wgmma for D 64 and 128 (code for
 // sm_90a); they hold accumulators alike, so the rest is shared.
-// Tests: tests/kernels/attention_check.py (a GPU), tests/kernels/attention_emulated.cpp (none).
+// Golden test: golden_kernels::attention. Also tests/kernels/attention_check.py (a GPU) and
+// tests/kernels/attention_emulated.cpp (none).
 
 #ifndef ATTENTION_EMULATED
 #include "attention_primitives.cuh"

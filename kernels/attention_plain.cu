@@ -5,7 +5,7 @@
 // fixed order. Slow: speed is attention.cu's.
 // Launch: four rows a block of 128 threads; grids (⌈T / 4⌉, heads), for keys (⌈T / 4⌉, kv_heads).
 // Dynamic shared memory: 4·D floats, for keys 8·D.
-// Tests: as attention.cu.
+// Golden test: golden_kernels::attention; others as attention.cu.
 
 #ifndef ATTENTION_EMULATED
 #include "attention_primitives.cuh"

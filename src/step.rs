@@ -4,9 +4,9 @@
 //!   schedule in order and waits for what `after` names. Nothing else orders the lanes.
 //! - Steps overlap as the schedule says: a call returns when the step's loss and norm are known,
 //!   while its last updates may still run. [`Engine::drain`] waits for all of them.
-//! - A device may return from an operation before it is done. Lanes that copy wait for their copies;
-//!   the compute lane does not wait: what other lanes are after is marked by the marker's thread, once
-//!   the device has reached it.
+//! - A device may return from an operation before it is done. Lanes that copy wait for their
+//!   copies; the compute lane does not wait: what other lanes are after is marked by the marker's
+//!   thread, once the device has reached it.
 //! - The first failure of a lane stops all lanes; every later call returns an error.
 //! - A non-finite loss or norm stops the run before any update that it would reach (invariant 10).
 //!

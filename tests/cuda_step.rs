@@ -2,8 +2,8 @@
 //! no bit there either; in fp32 its losses are the CPU device's, in bf16 they are close to them.
 //!
 //! Method: the golden cases' ten steps, with clipping and without, on plans that differ; losses,
-//! norms and masters are compared by their bits. Ten steps against PyTorch are `golden_step`'s, with
-//! `TERRACE_TEST_DEVICE=cuda:0`. Without a card the tests say so and pass.
+//! norms and masters are compared by their bits. Ten steps against PyTorch are `golden_step`'s,
+//! with `TERRACE_TEST_DEVICE=cuda:0`. Without a card the tests say so and pass.
 
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 

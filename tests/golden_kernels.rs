@@ -1,14 +1,14 @@
 //! Goal: every operation of the CUDA device computes what the CPU device computes, forward and
-//! backward, in bf16 and in f32, for aligned and odd shapes; it writes its outputs and nothing else;
-//! two runs give the same bits.
+//! backward, in bf16 and in f32, for aligned and odd shapes; it writes its outputs and nothing
+//! else; two runs give the same bits.
 //!
 //! Method: the same random numbers, already rounded to the activation format, are given to both
-//! devices. The CPU's operations are held to f64 elsewhere, so they are the reference here. With e the
-//! unit roundoff of the output's format and n the longest sum, an element may be off by
-//! 2·e·|want| + (4·√n·2⁻²⁴ + inner)·max|want|: the rounding of the result, f32 sums in another order,
-//! and what an operation says it rounds on its way (`inner`; attention's probabilities in bf16).
-//! Between views lies memory that must stay as it was. A table of all cases is printed at the end.
-//! Without a card, or a library, the test says so and passes.
+//! devices. The CPU's operations are held to f64 elsewhere, so they are the reference here. With e
+//! the unit roundoff of the output's format and n the longest sum, an element may be off by
+//! 2·e·|want| + (4·√n·2⁻²⁴ + inner)·max|want|: the rounding of the result, f32 sums in another
+//! order, and what an operation says it rounds on its way (`inner`; attention's probabilities in
+//! bf16). Between views lies memory that must stay as it was. A table of all cases is printed at
+//! the end. Without a card, or a library, the test says so and passes.
 
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
@@ -319,7 +319,8 @@ fn rotations(desk: &mut Desk) {
 }
 
 fn products(desk: &mut Desk) {
-    // Tokens, inner, outer, skew of the weight: aligned, a token alone, and at last odd in every side.
+    // Tokens, inner, outer, skew of the weight: aligned, a token alone, and at last odd in every
+    // side.
     for (t, k, n, skew) in [
         (128u64, 256u64, 512u64, 0u64),
         (1, 896, 128, 0),

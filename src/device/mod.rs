@@ -93,8 +93,8 @@ impl Device {
         Ok(Device::Cpu(CpuDevice::new(arena_bytes)?))
     }
 
-    /// A card with an arena of `arena_bytes` (rounded up to 2 MiB), whose weights and activations are
-    /// in `activation`. [`Error::Device`](crate::Error::Device) names the call that failed.
+    /// A card with an arena of `arena_bytes` (rounded up to 2 MiB), whose weights and activations
+    /// are in `activation`. [`Error::Device`](crate::Error::Device) names the call that failed.
     pub fn cuda(ordinal: usize, arena_bytes: u64, activation: Dtype) -> Result<Device> {
         let cuda = CudaDevice::new(ordinal, arena_bytes, activation)?;
         Ok(Device::Cuda(Box::new(cuda)))
@@ -126,7 +126,8 @@ impl Device {
         }
     }
 
-    /// The point after all that the calling thread's queue was given so far; `None` if that is done.
+    /// The point after all that the calling thread's queue was given so far; `None` if that is
+    /// done.
     pub fn point(&self) -> Option<Point> {
         match self {
             Device::Cpu(_) => None,
@@ -190,7 +191,8 @@ impl Device {
     }
 
     /// out\[i\] = table\[rows\[i\]\] of a table in host memory, `columns` numbers a row, where the
-    /// device reads that memory by itself and in `out`'s format. False, and nothing done, where not.
+    /// device reads that memory by itself and in `out`'s format. False, and nothing done, where
+    /// not.
     pub fn gather_host_rows(
         &self,
         dtype: Dtype,

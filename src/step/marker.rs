@@ -1,9 +1,9 @@
 //! Marks actions of the compute lane as done when the device has done them.
 //!
 //! The compute lane launches and goes on. For an action that another lane waits for it leaves the
-//! point that its stream had come to here; this thread waits for the points in their order, and marks.
-//! All other actions of the lane are marked as soon as they are launched: only the lane itself is
-//! after them, and its stream keeps their order.
+//! point that its stream had come to here; this thread waits for the points in their order, and
+//! marks. All other actions of the lane are marked as soon as they are launched: only the lane
+//! itself is after them, and its stream keeps their order.
 //!
 //! Numbers that the host needs (losses, norms) are not read here: the operation that returns them
 //! waits for its stream.

@@ -84,31 +84,7 @@ pub fn resolve_budgets(
     let memory = HostMemory::read();
     let auto = memory.auto();
     let mut sentences = Vec::new();
-    let device = match config.memory.device {
-        Size::Bytes(bytes) => bytes,
-        Size::Auto if profile.card.is_some() => {
-            let card = Card::read(profile.card.unwrap_or(0))?;
-            let free = card.free_bytes()?.saturating_sub(CARD_RESERVE_BYTES);
-            let device = everything_kept(spec, config, profile).min(free);
-            sentences.push(format!(
-                "memory.device = auto: {} ({} are free on the card, less {})",
-                crate::plan::bytes_text(device),
-                crate::plan::bytes_text(free),
-                crate::plan::bytes_text(CARD_RESERVE_BYTES)
-            ));
-            device
-        }
-        Size::Auto => {
-            let all_kept = everything_kept(spec, config, profile);
-            // Host states come first: the arena takes at most what they leave, or half.
-            let device = all_kept.min(auto / 2);
-            sentences.push(format!(
-                "memory.device = auto: {} (the CPU device computes in RAM)",
-                crate::plan::bytes_text(device)
-            ));
-            device
-        }
-    };
+    let device = device_budget(spec, config, profile, auto, &mut sentences)?;
     let host = match config.memory.host {
         Size::Bytes(bytes) => bytes,
         Size::Auto => {
@@ -162,6 +138,41 @@ pub fn resolve_budgets(
         },
         store,
         sentences,
+    })
+}
+
+/// Bytes of the device's arena; `auto` is what `"auto"` may take of RAM.
+fn device_budget(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    profile: &DeviceProfile,
+    auto: u64,
+    sentences: &mut Vec<String>,
+) -> Result<u64> {
+    Ok(match config.memory.device {
+        Size::Bytes(bytes) => bytes,
+        Size::Auto if profile.card.is_some() => {
+            let card = Card::read(profile.card.unwrap_or(0))?;
+            let free = card.free_bytes()?.saturating_sub(CARD_RESERVE_BYTES);
+            let device = everything_kept(spec, config, profile).min(free);
+            sentences.push(format!(
+                "memory.device = auto: {} ({} are free on the card, less {})",
+                crate::plan::bytes_text(device),
+                crate::plan::bytes_text(free),
+                crate::plan::bytes_text(CARD_RESERVE_BYTES)
+            ));
+            device
+        }
+        Size::Auto => {
+            let all_kept = everything_kept(spec, config, profile);
+            // Host states come first: the arena takes at most what they leave, or half.
+            let device = all_kept.min(auto / 2);
+            sentences.push(format!(
+                "memory.device = auto: {} (the CPU device computes in RAM)",
+                crate::plan::bytes_text(device)
+            ));
+            device
+        }
     })
 }
 

@@ -75,37 +75,30 @@ fn size(flag: &str, text: &str) -> Result<u64> {
 pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
     let config = arguments.file.read()?;
     let (spec, _) = hf::read_config(model_dir(&config)?)?;
-    // A plan needs no card: what is not said on the command line is this machine's as without one.
-    let mut budget = resolve_budgets(&spec, &config, &DeviceProfile::cpu())?;
-    let replaced = |flag, text: &Option<String>, to: &mut u64| -> Result<()> {
+    // A plan needs no card: what the command line leaves out is this machine's as without one.
+    let cpu = DeviceProfile::cpu();
+    let mut budget = resolve_budgets(&spec, &config, &cpu)?;
+    let budgets = &mut budget.budgets;
+    for (flag, text, to) in [
+        (
+            "--device-memory",
+            &arguments.device_memory,
+            &mut budgets.device,
+        ),
+        ("--host-memory", &arguments.host_memory, &mut budgets.host),
+        ("--store-space", &arguments.store_space, &mut budgets.store),
+    ] {
         if let Some(text) = text {
             *to = size(flag, text)?;
         }
-        Ok(())
-    };
-    replaced(
-        "--device-memory",
-        &arguments.device_memory,
-        &mut budget.budgets.device,
-    )?;
-    replaced(
-        "--host-memory",
-        &arguments.host_memory,
-        &mut budget.budgets.host,
-    )?;
-    replaced(
-        "--store-space",
-        &arguments.store_space,
-        &mut budget.budgets.store,
-    )?;
+    }
     // Device memory on the command line means a GPU, and rates of a server with one.
     let (profile, mut rates) = if arguments.device_memory.is_some() {
-        (
-            DeviceProfile::cuda("gpu", 0, config.model.precision),
-            gpu_rates(),
-        )
+        let precision = config.model.precision;
+        (DeviceProfile::cuda("gpu", 0, precision), gpu_rates())
     } else {
-        (DeviceProfile::cpu(), measure_rates(&DeviceProfile::cpu())?)
+        let rates = measure_rates(&cpu)?;
+        (cpu, rates)
     };
     override_rates(arguments, &mut rates)?;
     let plan = Plan::new(&spec, &config, &profile, budget.budgets, Purpose::Train)?;

@@ -1,8 +1,8 @@
 //! Launches of `kernels/attention.cu`: which kernel for a shape, and its list of units of work.
 //!
-//! - bf16 of the widths in [`ENGINES`] uses tensor cores, by wgmma where [`wgmma`] has the width and
-//!   the card is Hopper. All else (f32, other widths, addresses off 16 bytes, more shared memory than
-//!   the card gives a block) uses the plain kernels: slow, as right.
+//! - bf16 of the widths in [`ENGINES`] uses tensor cores, by wgmma where [`wgmma`] has the width
+//!   and the card is Hopper. All else (f32, other widths, addresses off 16 bytes, more shared
+//!   memory than the card gives a block) uses the plain kernels: slow, as right.
 //! - A unit is a block of queries or keys of one packed sequence; units come longest first, so that
 //!   the last blocks of a grid are short. The order decides no sum.
 //! - delta (`[heads, T]` f32) lies in the compute stream's workspace between the backward's

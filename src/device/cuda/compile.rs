@@ -1,8 +1,9 @@
 //! Kernels from source to the card's code: NVRTC, once a card, then from a cache on disk.
 //!
 //! - One module a `.cu` file of `kernels/`; sources and the headers beside them are in the binary.
-//! - The cache's key is everything that decides the code: sources, options, architecture and NVRTC's
-//!   version. A file that cannot be read or written is only slower; a damaged one is compiled anew.
+//! - The cache's key is everything that decides the code: sources, options, architecture and
+//!   NVRTC's version. A file that cannot be read or written is only slower; a damaged one is
+//!   compiled anew.
 //! - Options are written out in full, no fast math: `--fmad=true` contracts a·b + c, which is exact
 //!   to one rounding and the same on every run; divisions, roots and denormals are IEEE's.
 
@@ -70,8 +71,8 @@ pub(super) fn architecture(capability: (u32, u32)) -> String {
     format!("sm_{}{}{feature}", capability.0, capability.1)
 }
 
-/// Code of one source for `architecture`, from the cache or compiled. [`Error::Device`] with NVRTC's
-/// log if it does not compile.
+/// Code of one source for `architecture`, from the cache or compiled. [`Error::Device`] with
+/// NVRTC's log if it does not compile.
 pub(super) fn code(source: &Source, architecture: &str) -> Result<Vec<u8>> {
     let version = nvrtc_version()?;
     let options = options(architecture);

@@ -1,4 +1,5 @@
-//! Bytes between host and the arena: the three hops' last piece, and numbers for tests and sampling.
+//! Bytes between host and the arena: the three hops' last piece, and numbers for tests and
+//! sampling.
 //!
 //! - A copy goes by the calling thread's queue and is waited for: when a call returns, the host's
 //!   bytes are the caller's again. A lane of copies is a thread of its own, so that the wait stops

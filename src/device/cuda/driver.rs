@@ -1,7 +1,7 @@
 //! The driver's objects that the device uses: each made once, and undone when dropped.
 //!
-//! - Every call returns the driver's result as a [`Fault`]: the call with what it was about, and the
-//!   driver's words. Nothing here panics and nothing is retried.
+//! - Every call returns the driver's result as a [`Fault`]: the call with what it was about, and
+//!   the driver's words. Nothing here panics and nothing is retried.
 //! - The context is the ordinal's primary one, shared with every library of the process; waiting
 //!   threads sleep, so that cores are left to the optimizer.
 //! - Streams do not synchronise with the legacy stream, which nobody here uses.
@@ -37,7 +37,8 @@ pub(super) fn checked(result: CUresult, call: impl FnOnce() -> String) -> Result
 fn words(result: CUresult) -> String {
     let mut name = std::ptr::null();
     let mut text = std::ptr::null();
-    // SAFETY: both calls write a pointer to a string that lives as long as the process, or leave it.
+    // SAFETY: both calls write a pointer to a string that lives as long as the process, or leave
+    // it.
     unsafe {
         let _ = sys::cuGetErrorName(result, &mut name);
         let _ = sys::cuGetErrorString(result, &mut text);
@@ -62,8 +63,8 @@ thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Numbers of contexts. The driver may give a released context's address to a later one, so a thread
-/// remembers the number.
+/// Numbers of contexts. The driver may give a released context's address to a later one, so a
+/// thread remembers the number.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// The primary context of a card.
@@ -91,13 +92,13 @@ impl Context {
                 "cuDevicePrimaryCtxRetain".to_string()
             })?;
         }
-        let context = Context {
+        let retained = Context {
             raw,
             device,
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
         };
-        context.enter()?;
-        Ok(context)
+        retained.enter()?;
+        Ok(retained)
     }
 
     /// Makes the context current for the calling thread.

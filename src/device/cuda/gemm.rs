@@ -1,8 +1,8 @@
 //! Matrix products by cublasLt: bf16 or f32 in, f32 arithmetic, bf16 or f32 out.
 //!
-//! - The algorithm of a product is the first that cublasLt's heuristic names for its shape, formats,
-//!   16-byte alignment and a fixed workspace: fixed by card and library, never by a clock or a plan.
-//!   It is asked for once and kept.
+//! - The algorithm of a product is the first that cublasLt's heuristic names for its shape,
+//!   formats, 16-byte alignment and a fixed workspace: fixed by card and library, never by a clock
+//!   or a plan. It is asked for once and kept.
 //! - f32 inputs are multiplied in f32, never in TF32. Partial sums of a split product stay f32 and
 //!   are added in a fixed order; a weight's gradient is added to its f32 accumulator (beta = 1).
 //! - A bias is added in f32 before the one rounding of the result.
@@ -416,8 +416,9 @@ impl CudaDevice {
         let alpha = 1.0f32;
         let beta = if product.accumulate { 1.0f32 } else { 0.0 };
         let [la, lb, ld] = plan.layouts;
-        // SAFETY: handles are live; operands are ranges of the arena of the layouts' sizes, in bounds
-        // by `pointer`, apart by `assert_apart` and by the schedule; the workspace is this stream's.
+        // SAFETY: handles are live; operands are ranges of the arena of the layouts' sizes, in
+        // bounds by `pointer`, apart by `assert_apart` and by the schedule; the workspace is this
+        // stream's.
         let multiplied = unsafe {
             sys::cublasLtMatmul(
                 self.gemm.library,

@@ -1,8 +1,8 @@
 //! Finding CUDA's libraries on this machine, without ever a panic.
 //!
 //! - A library is looked for by its bare name first, as the loader does; then in the toolkit's
-//!   folders and in pip's nvidia folders. One that is found there is opened by its path and kept, so
-//!   that a later search by name meets it.
+//!   folders and in pip's nvidia folders. One that is found there is opened by its path and kept,
+//!   so that a later search by name meets it.
 //! - Nothing of cudarc may be called before [`open`] succeeded: it panics where a library lacks.
 //! - The environment is read (`CUDA_HOME`, `CUDA_PATH`, `VIRTUAL_ENV`, `CONDA_PREFIX`, `HOME`),
 //!   never changed.
@@ -51,8 +51,8 @@ const LIBRARIES: [Library; 3] = [
     },
 ];
 
-/// Makes the three libraries ready and starts the driver. [`Error::Device`] names what lacks and how
-/// to get it.
+/// Makes the three libraries ready and starts the driver. [`Error::Device`] names what lacks and
+/// how to get it.
 pub(super) fn open() -> Result<()> {
     LIBRARIES.iter().try_for_each(require)?;
     let failed = |call: &str, message: String, remedy: &str| Error::Device {

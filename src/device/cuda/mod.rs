@@ -2,9 +2,9 @@
 //!
 //! - One context, one allocation for the arena, one for each of the fixed pools (staging rings, the
 //!   products' workspace); after [`CudaDevice::new`] no device memory is taken.
-//! - Three streams. A thread works on the one that it entered ([`CudaDevice::enter`]); compute, if it
-//!   entered none. Operations return at once; a stream runs them in order, and different streams are
-//!   ordered by the schedule alone.
+//! - Three streams. A thread works on the one that it entered ([`CudaDevice::enter`]); compute, if
+//!   it entered none. Operations return at once; a stream runs them in order, and different streams
+//!   are ordered by the schedule alone.
 //! - Operations return nothing, so the first failed call is kept. [`CudaDevice::check`] gives it
 //!   out; after it no work is given to the card.
 //! - No float atomics, fixed grids for a shape, algorithms that no clock chose: the same bits on
@@ -129,17 +129,18 @@ thread_local! {
 
 impl CudaDevice {
     /// Card `ordinal` with an arena of `arena_bytes` (rounded up to 2 MiB); `activation` is the
-    /// format of weights and activations. [`Error::Device`] names the call that failed and its bytes.
+    /// format of weights and activations. [`Error::Device`] names the call that failed and its
+    /// bytes.
     pub fn new(ordinal: usize, arena_bytes: u64, activation: Dtype) -> Result<CudaDevice> {
         library::open()?;
         let label = format!("cuda:{ordinal}");
         let failed = |fault: Fault| fault.error(&label, "");
         let card = Card::read(ordinal)?;
-        let context = Context::retain(card.raw).map_err(failed)?;
+        let primary = Context::retain(card.raw).map_err(failed)?;
         let arena_bytes = arena_bytes.max(1).next_multiple_of(2 << 20);
         let memory = |bytes: u64| {
             DeviceMemory::take(bytes).map_err(|fault| {
-                let free = context.memory().map_or(0, |(free, _)| free);
+                let free = primary.memory().map_or(0, |(free, _)| free);
                 let remedy = format!(
                     "; {free} bytes are free: lower memory.device, or end what uses the card"
                 );
@@ -179,7 +180,7 @@ impl CudaDevice {
             failed: AtomicBool::new(false),
             gemm: Gemm::new().map_err(failed)?,
             pinned: Mutex::default(),
-            context,
+            context: primary,
         };
         Ok(device)
     }
@@ -524,8 +525,8 @@ impl Card {
     /// Bytes that are free on the card at this instant.
     pub fn free_bytes(&self) -> Result<u64> {
         let failed = |fault: Fault| fault.error("cuda", "");
-        let context = Context::retain(self.raw).map_err(failed)?;
-        context.memory().map(|(free, _)| free).map_err(failed)
+        let primary = Context::retain(self.raw).map_err(failed)?;
+        primary.memory().map(|(free, _)| free).map_err(failed)
     }
 }
 

@@ -4,8 +4,8 @@
 //!   array is copied to the first, then, in the stream's order, to the second.
 //! - A segment of the pinned ring is written again only after the copies out of it are done; the
 //!   device's ring needs no wait, as the stream keeps its users in order.
-//! - An operation stages at most [`SEGMENT_COUNT`]` − 1` arrays, so that none of them is overwritten
-//!   before it is launched.
+//! - An operation stages at most [`SEGMENT_COUNT`]` − 1` arrays, so that none of them is
+//!   overwritten before it is launched.
 
 use super::driver::{self, DeviceMemory, Event, Fault, PinnedMemory, Stream};
 
