@@ -109,7 +109,7 @@ impl HeadTemplate {
             device.fill(d_normed, 0.0);
         }
         let scale = 1.0 / denominator as f32;
-        let chunk_rows = usize::try_from(scratch.chunk_rows).expect("at most 1024");
+        let chunk_rows = usize::try_from(scratch.chunk_rows).expect("at most 4096");
         for (index, rows) in rows.chunks(chunk_rows).enumerate() {
             let count = rows.len() as u64;
             let chunk = View::new(map.head + scratch.chunk, count * self.hidden, act);
@@ -160,7 +160,7 @@ impl HeadTemplate {
             self.eps,
         );
         let scratch = &map.head_scratch;
-        let chunk_rows = usize::try_from(scratch.chunk_rows).expect("at most 1024");
+        let chunk_rows = usize::try_from(scratch.chunk_rows).expect("at most 4096");
         let mut numbers = Vec::with_capacity(rows.len() * self.vocab as usize);
         for rows in rows.chunks(chunk_rows) {
             let count = rows.len() as u64;

@@ -191,7 +191,7 @@ pub struct HeadScratch {
 
 impl HeadScratch {
     fn new(spec: &ModelSpec, tokens: u64, act: u64) -> HeadScratch {
-        let chunk_rows = loss_chunk_rows(spec.vocab_size);
+        let chunk_rows = loss_chunk_rows(spec.vocab_size, act);
         let mut cutter = Cutter::default();
         let rows = chunk_rows.min(tokens);
         let mut scratch = HeadScratch {
@@ -210,11 +210,19 @@ impl HeadScratch {
     }
 }
 
-/// Rows of logits computed at a time: about 16 Mi logits, in whole 64s.
+/// Rows of logits computed at a time, in whole 64s: about 16 Mi logits where activations are f32.
+/// Where they are bf16, on a card, as many as 320 Mi, since each chunk adds to the whole of the
+/// matrix's f32 gradient: with few rows that traffic would cost more than the products.
 ///
-/// For a vocabulary of 49,152 these are 320 rows, 63 MB of f32.
-pub fn loss_chunk_rows(vocab_size: u64) -> u64 {
-    ((16 << 20) / vocab_size / 64 * 64).clamp(64, 1024)
+/// For a vocabulary of 49,152 in f32 these are 320 rows, 63 MB; for one of 152,064 in bf16 they are
+/// 2,176 rows, 662 MB.
+pub fn loss_chunk_rows(vocab_size: u64, activation_bytes: u64) -> u64 {
+    let (logits, most) = if activation_bytes == 2 {
+        (320 << 20, 4096)
+    } else {
+        (16 << 20, 1024)
+    };
+    (logits / vocab_size / 64 * 64).clamp(64, most)
 }
 
 /// What the arena must be able to hold.

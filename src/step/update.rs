@@ -71,7 +71,7 @@ fn is_ready(pass: &Pass, index: usize) -> bool {
     })
 }
 
-/// AdamW over one tile, extent by extent.
+/// AdamW over one tile: extent by extent if anything of it is spilled, else in one pass.
 fn update_tile(
     shared: &Shared,
     pass: &Pass,
@@ -84,29 +84,51 @@ fn update_tile(
         .adamw
         .get()
         .expect("the schedule puts updates after the norm");
-    for extent in 0..shared.tiers.layout(layer).extent_count() {
+    let tiers = &shared.tiers;
+    let layout = tiers.layout(layer);
+    if !tiers
+        .sections()
+        .any(|section| tiers.is_spilled(layer, section))
+    {
+        // One pass over the whole tile: threads meet once.
+        let started = Instant::now();
+        let mut no_slabs = SpanSlabs::default();
+        update_span(
+            shared,
+            adamw,
+            layer,
+            0..layout.elements,
+            slot,
+            &mut no_slabs,
+        );
+        tiers.stats.updated(started.elapsed());
+        shared.poison_gradient(slot);
+        return Ok(());
+    }
+    for extent in 0..layout.extent_count() {
         let mut slabs = states.take(layer, extent)?;
         let started = Instant::now();
-        update_span(shared, adamw, layer, extent, slot, &mut slabs);
-        shared.tiers.stats.updated(started.elapsed());
+        let elements = layout.extent_elements(extent);
+        update_span(shared, adamw, layer, elements, slot, &mut slabs);
+        tiers.stats.updated(started.elapsed());
         states.put(layer, extent, slabs)?;
     }
     shared.poison_gradient(slot);
     Ok(())
 }
 
-/// AdamW over one extent of each section, wherever each of them is.
+/// AdamW over the same elements of each section, wherever each of them is: an extent where one is in
+/// a slab.
 fn update_span(
     shared: &Shared,
     adamw: &AdamwStep,
     layer: u16,
-    extent: u32,
+    elements: std::ops::Range<u64>,
     slot: GradientSlot,
     slabs: &mut SpanSlabs,
 ) {
     let tiers = &shared.tiers;
     let layout = tiers.layout(layer);
-    let elements = layout.extent_elements(extent);
     let range = elements.start as usize..elements.end as usize;
     let count = range.len();
     let decayed = layout.decayed_elements.clamp(elements.start, elements.end) - elements.start;
@@ -138,7 +160,7 @@ fn update_span(
     } else {
         GradientSpan::F32(&gradient.as_slice::<f32>()[range])
     };
-    let decayed = usize::try_from(decayed).expect("at most an extent");
+    let decayed = usize::try_from(decayed).expect("a tile fits memory");
     adamw_parallel(
         shared.isa, adamw, decayed, weight, moment1, moment2, gradient,
     );
