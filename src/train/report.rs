@@ -112,22 +112,43 @@ impl Metrics {
     }
 }
 
-/// Lines of a metrics file up to `step`; a line that was cut by a crash is left out.
-fn kept_lines(path: &Path, step: u64) -> Result<String> {
+/// Lines of a metrics file up to `step`; a line that a crash cut or garbled is left out.
+fn kept_lines(path: &Path, step: u64) -> Result<Vec<u8>> {
     let file = match File::open(path) {
         Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(String::new()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(Error::io("open", path, error)),
     };
-    let mut kept = String::new();
-    for line in BufReader::new(file).lines() {
+    let mut kept = Vec::new();
+    // By bytes: what a crash left behind need not be text.
+    for line in BufReader::new(file).split(b'\n') {
         let line = line.map_err(|e| Error::io("read", path, e))?;
-        let value: Option<serde_json::Value> = serde_json::from_str(&line).ok();
+        let value: Option<serde_json::Value> = serde_json::from_slice(&line).ok();
         let at = value.as_ref().and_then(|value| value["step"].as_u64());
         if at.is_some_and(|at| at <= step) {
-            kept.push_str(&line);
-            kept.push('\n');
+            kept.extend_from_slice(&line);
+            kept.push(b'\n');
         }
     }
     Ok(kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn garbled_lines_and_those_of_lost_steps_are_left_out() {
+        let dir = std::env::temp_dir().join(format!("terrace-metrics-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let path = dir.join("metrics.jsonl");
+        let mut written = b"{\"step\":1}\n\xff\xfe\0\n{\"step\":2}\n{\"step\":3}\n".to_vec();
+        written.extend_from_slice(b"{\"step\":2,\"lo");
+        std::fs::write(&path, written).unwrap();
+        let opened = Metrics::open(&dir, 2);
+        let left = std::fs::read_to_string(&path).unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert!(opened.is_ok());
+        assert_eq!(left, "{\"step\":1}\n{\"step\":2}\n");
+    }
 }
