@@ -4,7 +4,7 @@
 //! After a resume the lines of steps that were lost with the crash are taken out, so that a step
 //! has one line.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -52,12 +52,16 @@ impl Metrics {
     pub fn open(dir: &Path, step: u64) -> Result<Metrics> {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("make log.dir", dir, e))?;
         let path = dir.join("metrics.jsonl");
+        if let Ok(old) = File::open(&path) {
+            lock(&old, &path)?;
+        }
         let kept = kept_lines(&path, step)?;
         let staged = dir.join("metrics.jsonl.new");
         std::fs::write(&staged, kept).map_err(|e| Error::io("write", &staged, e))?;
         std::fs::rename(&staged, &path).map_err(|e| Error::io("replace", &path, e))?;
         let file = OpenOptions::new().append(true).open(&path);
         let file = file.map_err(|e| Error::io("open", &path, e))?;
+        lock(&file, &path)?;
         Ok(Metrics {
             path,
             file: BufWriter::new(file),
@@ -99,16 +103,30 @@ impl Metrics {
         self.line(&json!({ "step": step, "commit_seconds": seconds }))
     }
 
-    /// Writes what is buffered.
+    /// Makes durable what was written: a commit's lines must not be lost before it.
     pub fn flush(&mut self) -> Result<()> {
         self.file
             .flush()
+            .and_then(|()| self.file.get_ref().sync_data())
             .map_err(|e| Error::io("write", &self.path, e))
     }
 
     fn line(&mut self, value: &serde_json::Value) -> Result<()> {
         let written = writeln!(self.file, "{value}").and_then(|()| self.file.flush());
         written.map_err(|e| Error::io("write", &self.path, e))
+    }
+}
+
+/// Takes the kernel's lock on a metrics file, which ends with its holder: a run without checkpoints
+/// has no other lock, and a second one would replace the file that the first still writes.
+fn lock(file: &File, path: &Path) -> Result<()> {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(Error::Busy {
+            path: path.to_path_buf(),
+            pid: 0,
+        }),
+        // No locks there (some network file systems): the run can do without.
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(()),
     }
 }
 
@@ -146,9 +164,11 @@ mod tests {
         written.extend_from_slice(b"{\"step\":2,\"lo");
         std::fs::write(&path, written).unwrap();
         let opened = Metrics::open(&dir, 2);
+        let second = Metrics::open(&dir, 2);
         let left = std::fs::read_to_string(&path).unwrap();
         std::fs::remove_dir_all(&dir).unwrap();
         assert!(opened.is_ok());
+        assert!(matches!(second, Err(Error::Busy { .. })));
         assert_eq!(left, "{\"step\":1}\n{\"step\":2}\n");
     }
 }
