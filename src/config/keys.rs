@@ -472,8 +472,8 @@ pub(super) const KEYS: &[Key] = &[
         Free,
         "2",
         "",
-        "Checkpoints that are kept, 1 to 1000; each takes 12 bytes a parameter.",
-        |g| g.integer(1, 1000)?,
+        "Checkpoints that are kept, 1 to 31; each takes 12 bytes a parameter.",
+        |g| g.integer(1, 31)?,
         |v| Some(v.to_string())
     ),
     key!(
