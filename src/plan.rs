@@ -309,7 +309,7 @@ fn plan_device(
         Recompute::None => pairs,
     };
     let map = DeviceMap::new(spec, shape);
-    if map.bytes > budget {
+    if map.bytes > budget || map.bytes == regions::TOO_LARGE {
         return Err(device_refusal(spec, config, &least, &map, budget));
     }
     // The last in forward order are kept: they wait for the shortest time.
@@ -337,8 +337,10 @@ fn device_refusal(
         1
     };
     // A micro-batch's anchors, and what of it must be kept.
-    let per_micro = anchors * map.anchor_bytes + shape.kept / micros * map.workspace.bytes;
-    let fixed = map.bytes - per_micro * micros;
+    let per_micro = anchors
+        .saturating_mul(map.anchor_bytes)
+        .saturating_add((shape.kept / micros).saturating_mul(map.workspace.bytes));
+    let fixed = map.bytes.saturating_sub(per_micro.saturating_mul(micros));
     let largest = budget.saturating_sub(fixed) / per_micro;
     let remedy = if config.memory.recompute == Recompute::None && least.bytes <= budget {
         "set memory.recompute = \"auto\", or raise memory.device".to_string()
@@ -349,7 +351,7 @@ fn device_refusal(
         format!(
             "even one micro-batch needs {} bytes, {layer} of them for one layer's weights and \
              gradients: lower train.micro_batch or data.seq_len, or raise memory.device",
-            fixed + per_micro,
+            fixed.saturating_add(per_micro),
         )
     };
     Error::Budget {

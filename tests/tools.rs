@@ -387,6 +387,19 @@ fn budgets_that_are_too_small_are_refused_with_the_missing_bytes() {
     );
 }
 
+#[test]
+fn sizes_beyond_64_bits_do_not_wrap_around_into_ones_that_fit() {
+    let room = Room::new();
+    room.write_model("wide", &[("hidden_size", json!(16384))]);
+    let ended = room.terrace(
+        "plan run.toml --set model.path=wide --set data.seq_len=1048576 --device-memory 16383PiB \
+         --set train.micro_batch=65536 --set train.micro_batches=65536",
+    );
+    assert_eq!(ended.code, 2, "{ended:?}");
+    let start = "terrace: device memory: needs 18446744073709551615 bytes";
+    assert!(ended.err.starts_with(start), "{ended:?}");
+}
+
 const SPILLED: &str = "train run.toml --set log.dir=new --set memory.host=2300KiB";
 
 #[test]

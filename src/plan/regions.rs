@@ -14,8 +14,16 @@ use crate::tile::{Precision, Section, TileLayout};
 /// Alignment of a region, in bytes.
 pub const REGION_ALIGN: u64 = 256;
 
+/// Bytes of a map that no address space holds: sizes end here instead of wrapping around.
+pub(super) const TOO_LARGE: u64 = u64::MAX;
+
 /// Bytes of an f32.
 const F32: u64 = 4;
+
+/// The product, or [`TOO_LARGE`].
+fn product(factors: [u64; 3]) -> u64 {
+    factors.into_iter().fold(1, u64::saturating_mul)
+}
 
 /// Hands out regions one after another.
 #[derive(Default)]
@@ -28,7 +36,9 @@ struct Cutter {
 impl Cutter {
     fn cut(&mut self, bytes: u64) -> u64 {
         let offset = self.next;
-        self.next = (offset + bytes).next_multiple_of(REGION_ALIGN);
+        let end = offset.checked_add(bytes);
+        let end = end.and_then(|end| end.checked_next_multiple_of(REGION_ALIGN));
+        self.next = end.unwrap_or(TOO_LARGE);
         offset
     }
 
@@ -102,7 +112,7 @@ impl BlockWorkspace {
         let mut cutter = Cutter::default();
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let normed = u64::from(spec.qk_norm);
-        let mut rows = |width: u64, bytes: u64| cutter.cut(tokens * width * bytes);
+        let mut rows = |width: u64, bytes: u64| cutter.cut(product([tokens, width, bytes]));
         let mut workspace = BlockWorkspace {
             n1: rows(spec.hidden, act),
             inv1: rows(1, F32),
@@ -151,7 +161,7 @@ impl BackwardScratch {
     fn new(spec: &ModelSpec, tokens: u64, act: u64) -> BackwardScratch {
         let mut cutter = Cutter::default();
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
-        let mut rows = |width: u64| cutter.cut(tokens * width * act);
+        let mut rows = |width: u64| cutter.cut(product([tokens, width, act]));
         let mut scratch = BackwardScratch {
             da: rows(spec.intermediate),
             dn: rows(spec.hidden),
@@ -196,8 +206,8 @@ impl HeadScratch {
         let rows = chunk_rows.min(tokens);
         let mut scratch = HeadScratch {
             chunk_rows,
-            normed: cutter.cut(tokens * spec.hidden * act),
-            d_normed: cutter.cut(tokens * spec.hidden * act),
+            normed: cutter.cut(product([tokens, spec.hidden, act])),
+            d_normed: cutter.cut(product([tokens, spec.hidden, act])),
             inv: cutter.cut(tokens * F32),
             losses: cutter.cut(tokens * F32),
             chunk: cutter.cut(rows * spec.hidden * act),
@@ -319,9 +329,12 @@ impl DeviceMap {
         let (head_accumulator, embed_accumulator) = cutter.cut_accumulators(ends, spec.tied);
         cutter.part("gradient accumulators");
 
-        let anchor_bytes = (shape.tokens * spec.hidden * act).next_multiple_of(REGION_ALIGN);
+        let anchor_bytes = product([shape.tokens, spec.hidden, act]);
+        let anchor_bytes = anchor_bytes
+            .checked_next_multiple_of(REGION_ALIGN)
+            .unwrap_or(TOO_LARGE);
         let anchor_layers = 1 + u64::from(spec.blocks) * train;
-        let anchors = cutter.cut(anchor_bytes * anchor_layers * shape.micros);
+        let anchors = cutter.cut(product([anchor_bytes, anchor_layers, shape.micros]));
         cutter.part("anchors");
 
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
@@ -335,7 +348,7 @@ impl DeviceMap {
         let backward_scratch = BackwardScratch::new(spec, shape.tokens, act);
         let backward = cutter.cut(backward_scratch.bytes * train);
         let head_scratch = HeadScratch::new(spec, shape.tokens, act);
-        cutter.next = cutter.next.max(scratch + head_scratch.bytes);
+        cutter.next = cutter.next.max(scratch.saturating_add(head_scratch.bytes));
         cutter.part("scratch");
 
         DeviceMap {
