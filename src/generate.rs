@@ -51,7 +51,7 @@ pub fn generate(
         ));
     }
     let longest = engine.plan().map.shape.seq_len;
-    if tokens.len() as u64 + count > longest + 1 {
+    if (tokens.len() as u64).saturating_add(count) > longest + 1 {
         return Err(Error::input(
             "generate",
             "prompt and --tokens",

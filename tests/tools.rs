@@ -618,6 +618,17 @@ fn wrong_exports_and_prompts_are_refused() {
         "generate: prompt and --tokens: expected 1 to 16 tokens together, got 2 + 30; shorten \
          the prompt, lower --tokens, or raise --seq-len",
     );
+    room.refused(
+        "generate --model exported --prompt=cat --tokens 18446744073709551615",
+        2,
+        "arguments: prompt and --tokens: expected 2 to 1048576 tokens, got 18446744073709551615; \
+         correct it",
+    );
+    room.refused(
+        "generate --model exported --prompt=cat --seq-len 1048577",
+        2,
+        "arguments: --seq-len: expected 2 to 1048576 tokens, got 1048577; correct it",
+    );
 }
 
 #[test]

@@ -18,6 +18,9 @@ use terrace::train::{build_engine, choose_device, model_dir, resolve_budgets};
 
 use crate::say;
 
+/// Longest text, as data.seq_len's.
+const SEQ_LEN_MAX: u64 = 1 << 20;
+
 /// Where weights come from: a commit, or a model directory.
 #[derive(Args)]
 pub(crate) struct Source {
@@ -142,8 +145,7 @@ pub(crate) fn generate(arguments: &GenerateArguments) -> Result<()> {
     let tokenizer = TextTokenizer::load(&dir, opened.spec.vocab_size)?;
     let mut tokens = prompt_tokens(arguments, &tokenizer)?;
     let mut config = opened.config.clone();
-    let needed = (tokens.len() as u64 + arguments.tokens).max(2);
-    config.data.seq_len = arguments.seq_len.unwrap_or(needed);
+    config.data.seq_len = seq_len(arguments, tokens.len() as u64)?;
     (config.train.micro_batch, config.train.micro_batches) = (1, 1);
     config.memory.device = Size::Auto;
     if let Some(text) = &arguments.host_memory {
@@ -220,6 +222,27 @@ fn check_sampling(arguments: &GenerateArguments) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Longest text of the plan: what was asked for, or what prompt and new tokens come to.
+fn seq_len(arguments: &GenerateArguments, prompt: u64) -> Result<u64> {
+    let needed = prompt.saturating_add(arguments.tokens).max(2);
+    let (place, tokens) = match arguments.seq_len {
+        Some(tokens) => ("--seq-len", tokens),
+        None => ("prompt and --tokens", needed),
+    };
+    if (2..=SEQ_LEN_MAX).contains(&tokens) {
+        return Ok(tokens);
+    }
+    let expected = format!("2 to {SEQ_LEN_MAX} tokens");
+    let got = tokens.to_string();
+    Err(Error::input(
+        "arguments",
+        place,
+        expected,
+        got,
+        "correct it",
+    ))
 }
 
 fn prompt_tokens(arguments: &GenerateArguments, tokenizer: &TextTokenizer) -> Result<Vec<u32>> {
