@@ -236,7 +236,7 @@ impl Checkpoints {
 
     /// Commits the state that the tiers hold; the lanes stand still.
     pub fn commit(&mut self, tiers: &Tiers, progress: &Progress) -> Result<()> {
-        let generation = self.store.latest().map_or(1, |latest| latest + 1);
+        let generation = self.store.next_generation();
         let mut commit = self.store.begin_commit(generation)?;
         for layout in tiers.layouts() {
             for section in tiers.sections() {
@@ -268,14 +268,47 @@ impl Checkpoints {
         let keys: Vec<_> = tiers.extents().collect();
         // The store reads into a ring of its own, so that scratch writes have theirs.
         let ring = own_ring(tiers.ring.slab_bytes())?;
-        self.store.read_all(generation, keys, &ring, |key, slab| {
+        let read = self.store.read_all(generation, keys, &ring, |key, slab| {
             fill.put(key, |bytes| {
                 let length = bytes.len();
                 bytes.copy_from_slice(&slab.as_slice::<u8>()[..length]);
             })
-        })?;
+        });
+        read.map_err(|error| self.damaged_commit(error, progress.step))?;
         fill.finish()?;
         Ok(progress)
+    }
+
+    /// An extent of a commit that is not what was committed, with the commits that are left.
+    fn damaged_commit(&self, error: Error, damaged: u64) -> Error {
+        let Error::ExtentChecksum {
+            path,
+            tile,
+            extent,
+            offset,
+            expected,
+            got,
+        } = error
+        else {
+            return error;
+        };
+        let steps = self.steps().unwrap_or_default().into_iter();
+        let others: Vec<String> = steps
+            .filter(|step| *step != damaged)
+            .map(|step| format!("--resume={step}"))
+            .collect();
+        let remedy = match others.is_empty() {
+            true => "restore the file from a copy: it holds no other commit".to_string(),
+            false => format!("check the drive, then try {}", others.join(" or ")),
+        };
+        Error::Damaged {
+            path,
+            what: format!("commit of step {damaged}: checksum of {tile}, extent {extent}"),
+            offset,
+            expected: format!("{expected:032x}"),
+            got: format!("{got:032x}"),
+            remedy,
+        }
     }
 
     fn find(&self, step: Option<u64>) -> Result<(u64, Progress)> {

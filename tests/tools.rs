@@ -781,6 +781,98 @@ fn a_reader_that_goes_away_is_no_failure() {
             "{arguments}"
         );
     }
+    // A run is not ended by it: what it computes is in its commits.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut train = room.command(TERRACE, "train run.toml --set log.dir=unread");
+    let output = train.stdout(writer).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    room.terrace("export --checkpoint unread/checkpoint --step 4 --out unread/exported")
+        .success();
+}
+
+/// Changes a byte of each copy of `text` in the run's checkpoint file; how many there were.
+fn damage(room: &Room, text: &str) -> usize {
+    let path = room.path("run/checkpoint/checkpoint.tiles");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let places: Vec<usize> = bytes
+        .windows(text.len())
+        .enumerate()
+        .filter_map(|(at, window)| (window == text.as_bytes()).then_some(at))
+        .collect();
+    for at in &places {
+        bytes[*at] ^= 1;
+    }
+    std::fs::write(&path, bytes).unwrap();
+    places.len()
+}
+
+#[test]
+fn a_run_goes_on_and_commits_after_its_newest_commit_was_lost() {
+    let room = Room::trained();
+    assert_eq!(damage(&room, "\"step\":4,"), 2, "both copies of a manifest");
+    let out = room
+        .terrace("train run.toml --resume --set train.steps=5")
+        .success();
+    assert!(out.contains("is lost"), "{out}");
+    assert!(
+        out.contains("step 3/5") && out.contains("step 5: committed"),
+        "{out}"
+    );
+    room.terrace("export --checkpoint run/checkpoint --step 5 --out five")
+        .success();
+}
+
+#[test]
+fn resuming_from_a_damaged_commit_names_the_others() {
+    let room = Room::trained();
+    let path = room.path("run/checkpoint/checkpoint.tiles");
+    let mut bytes = std::fs::read(&path).unwrap();
+    // The end of the newest commit's region is its last extent.
+    let region = (bytes.len() - (4 << 20)) / 3;
+    let commit = (0..3)
+        .map(|index| (4 << 20) + index * region)
+        .find(|start| {
+            let region = &bytes[*start..*start + region];
+            region.windows(9).any(|window| window == b"\"step\":4,")
+        });
+    let end = commit.expect("one of three regions") + region;
+    let last = (0..end).rev().find(|at| bytes[*at] != 0).unwrap();
+    bytes[last] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let ended = room.terrace("train run.toml --resume --set train.steps=5");
+    assert_eq!(ended.code, 3, "{ended:?}");
+    assert!(
+        ended.err.contains("commit of step 4: checksum of tile "),
+        "{ended:?}"
+    );
+    assert!(
+        ended
+            .err
+            .ends_with("; check the drive, then try --resume=2\n"),
+        "{ended:?}"
+    );
+    room.terrace("train run.toml --resume=2").success();
+}
+
+#[test]
+fn a_step_without_targets_ends_the_run_after_a_commit_of_what_was_done() {
+    let room = Room::new();
+    let masked = "{\"input_ids\":[5,6,7],\"labels\":[-100,-100,-100]}\n";
+    let rows = format!("{}{masked}", "{\"input_ids\":[5,6,7]}\n".repeat(3));
+    room.write("rows.jsonl", &rows);
+    let ended = room.terrace(
+        "train run.toml --set data.train=rows.jsonl --set data.eval=[] --set data.packing=false \
+         --set data.shuffle=false --set train.micro_batch=1 --set train.micro_batches=1 \
+         --set checkpoint.every=100",
+    );
+    assert_eq!(ended.code, 2, "{ended:?}");
+    assert!(
+        ended.err.starts_with("terrace: dataset: rows.jsonl:4: "),
+        "{ended:?}"
+    );
+    room.terrace("export --checkpoint run/checkpoint --step 3 --out three")
+        .success();
 }
 
 const MODELS: [&str; 5] = [

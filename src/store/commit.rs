@@ -332,6 +332,16 @@ pub(super) fn write_error(path: &Path, needed: u64, source: io::Error) -> Error 
 }
 
 impl CheckpointStore {
+    /// The generation that the next commit can have: after every one that the store holds, those
+    /// that cannot be read among them.
+    pub fn next_generation(&self) -> u64 {
+        let held = self.superblock.regions.iter().map(|region| match region {
+            Region::Free => 0,
+            Region::Committed { generation, .. } => *generation,
+        });
+        held.max().unwrap_or(0) + 1
+    }
+
     pub(super) fn reached(&self, phase: Phase) {
         if let Some(hook) = &self.hook {
             hook(phase);

@@ -21,7 +21,7 @@ use terrace::schedule::simulate::{Prediction, simulate};
 use terrace::train::{Run, Start, StepReport, Trainer, choose_device, resolve_budgets};
 use terrace::{machine, quickstart};
 
-use crate::{kill_at, say};
+use crate::kill_at;
 
 /// Arguments of `terrace train`.
 #[derive(Args)]
@@ -124,7 +124,11 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     let log_dir = trainer.run().config.log.dir.clone();
     let checkpoint_dir = checkpoint_dir(&trainer.run().config);
     let (last_commit, step) = (trainer.last_commit(), trainer.steps_done());
-    let ended = ended.and_then(|()| sample(&mut trainer));
+    // Who sends a signal wants the run to end, not to talk.
+    let ended = match (ended, signal.load(Ordering::Relaxed)) {
+        (Ok(()), 0) => sample(&mut trainer),
+        (ended, _) => ended,
+    };
     let trace = match ended {
         Ok(()) => trainer.finish()?,
         Err(error) => return Err(error),
@@ -144,6 +148,15 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     match signal.load(Ordering::Relaxed) {
         0 => Ok(()),
         signal => Err(Error::Interrupted { signal, step }),
+    }
+}
+
+/// Prints a line. A run goes on when the reader of its output has gone away: what it computes is
+/// in its commits and metrics.
+fn say(line: &str) -> Result<()> {
+    match crate::say(line) {
+        Err(error) if error.is_broken_pipe() => Ok(()),
+        said => said,
     }
 }
 
@@ -252,7 +265,14 @@ fn steps(
         console.line("warning: checkpoint.every = 0: nothing of this run survives a crash")?;
     }
     while trainer.steps_done() < total && signal.load(Ordering::Relaxed) == 0 {
-        let report = trainer.step()?;
+        let report = match trainer.step() {
+            // Data that cannot be trained on, met before anything was changed: what is done stays.
+            Err(error @ Error::Input { .. }) => {
+                commit(trainer, &console)?;
+                return Err(error);
+            }
+            report => report?,
+        };
         console.step(&report)?;
         if trainer.evaluation_is_due() || report.step == total {
             evaluate(trainer, &console)?;
