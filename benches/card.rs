@@ -1,12 +1,12 @@
 //! How fast does a card train a model whose states live in host memory, and in the store?
 //!
-//! Method: shapes of a config.json (`--config`), cut to `--layers` blocks, random weights and tokens;
-//! medians of the steps after two of warm-up. Limits: the card's matrix products, and the schedule
-//! simulated with rates measured in the same minute. TFLOPS are 6 N tokens a second, N all
+//! Method: shapes of a config.json (`--config`), cut to `--layers` blocks, random weights and
+//! tokens; medians of the steps after two of warm-up. Limits: the card's matrix products, and the
+//! schedule simulated with rates measured in the same minute. TFLOPS are 6 N tokens a second, N all
 //! parameters, without recomputation and attention; "executed" counts both.
 //!
-//!     cargo bench --bench card -- --config tests/fixtures/configs/qwen2.5-7b/config.json --layers 14 \
-//!         --micro-batch 16 --micro-batches 4 [--seq-len 1024] [--clip 1] [--steps 5] \
+//!     cargo bench --bench card -- --config tests/fixtures/configs/qwen2.5-7b/config.json \
+//!         --layers 14 --micro-batch 16 --micro-batches 4 [--seq-len 1024] [--clip 1] [--steps 5] \
 //!         [--device-memory 125GiB] [--host-memory 100GiB] [--store DIR --store-size 56GiB] \
 //!         [--recompute all] [--trace FILE]
 

@@ -117,8 +117,8 @@ fn update_tile(
     Ok(())
 }
 
-/// AdamW over the same elements of each section, wherever each of them is: an extent where one is in
-/// a slab.
+/// AdamW over the same elements of each section, wherever each of them is: an extent where one is
+/// in a slab.
 fn update_span(
     shared: &Shared,
     adamw: &AdamwStep,
