@@ -15,6 +15,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use terrace::device::cuda::Card;
 
 const TERRACE: &str = env!("CARGO_BIN_EXE_terrace");
 const BENCH: &str = env!("CARGO_BIN_EXE_terrace-bench");
@@ -365,6 +366,26 @@ fn run_files_and_arguments_that_are_wrong_are_refused() {
         "arguments: --resume: expected a step that is committed, got last; write --resume or \
          --resume=100",
     );
+}
+
+/// The library's own words for the card are expected of the tools, whatever lacks.
+#[test]
+fn a_card_that_is_not_there_is_refused_and_auto_says_why_it_takes_the_cpu() {
+    let room = Room::new();
+    let error = Card::read(99).err().unwrap().to_string();
+    let remedies = ["or use --device cpu", "; `terrace doctor` lists the cards"];
+    assert!(
+        remedies.iter().any(|remedy| error.ends_with(remedy)),
+        "{error}"
+    );
+    room.refused("train run.toml --device cuda:99", 1, &error);
+    let Err(error) = Card::read(0) else {
+        println!("SKIP: the machine has a card, which auto takes");
+        return;
+    };
+    let out = room.terrace("train run.toml --device auto").success();
+    let first = format!("device: cpu (auto found no card: {error})");
+    assert_eq!(out.lines().next(), Some(first.as_str()));
 }
 
 #[test]
