@@ -82,6 +82,7 @@ impl Place {
         let output = Command::new(env!("CARGO_BIN_EXE_terrace"))
             .arg("train")
             .arg(self.path("run.toml"))
+            .args(["--device", "cpu"])
             .args(arguments)
             .env("RAYON_NUM_THREADS", "1")
             .output();
