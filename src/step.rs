@@ -221,7 +221,7 @@ impl Engine {
             .map(|micro| micro.tokens.len() as u64)
             .sum();
         let targets = shared.targets;
-        assert!(targets > 0, "batches refuse a step without targets");
+        assert!(targets > 0, "every row of a dataset has a target");
         self.run(&pass)?;
         let losses = shared.losses.lock().unwrap_or_else(PoisonError::into_inner);
         let grad_norm = *shared.grad_norm.get().expect("the compute lane has ended");

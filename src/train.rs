@@ -271,7 +271,7 @@ impl Trainer {
             weight_decay: train.weight_decay,
             max_grad_norm: train.max_grad_norm,
         };
-        let micros = self.run.batches.next_step()?;
+        let micros = self.run.batches.next_step();
         let result = self.engine.train_step(micros, settings)?;
         self.step += 1;
         self.tokens += result.tokens;

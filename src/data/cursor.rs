@@ -4,7 +4,7 @@
 //!   left out: the last step of an epoch goes on with the first sequences of the next.
 //! - A [`Cursor`] names the next sequence. Seeking to it gives the same micro-batches as having
 //!   come there, whatever was read before.
-//! - A step without any target is an error that names its rows.
+//! - Every step has a target, as each row of a dataset has one.
 //!
 //! Not here: the order itself (`packing`), threads: a step is a copy of a few thousand numbers.
 
@@ -82,10 +82,8 @@ impl Batches {
         Ok(batches)
     }
 
-    /// The next step's micro-batches. On an error the cursor stays where it was.
-    pub fn next_step(&mut self) -> Result<Vec<Micro>> {
-        let begin = self.cursor;
-        let mut rows = Vec::new();
+    /// The next step's micro-batches, each with a target, as every row has one.
+    pub fn next_step(&mut self) -> Vec<Micro> {
         let mut micros = Vec::new();
         for _ in 0..self.micro_batches {
             let mut micro = Micro::default();
@@ -95,17 +93,12 @@ impl Batches {
                 }
                 for &row in self.plan.rows(self.cursor.sequence) {
                     self.dataset.append_row(row, &mut micro);
-                    rows.push(row);
                 }
                 self.cursor.sequence += 1;
             }
             micros.push(micro);
         }
-        if micros.iter().all(|micro| micro.targets_count() == 0) {
-            self.seek(begin)?;
-            return Err(self.nothing_to_train_on(&rows));
-        }
-        Ok(micros)
+        micros
     }
 
     /// Where the next step begins.
@@ -180,24 +173,6 @@ impl Batches {
             |row| self.dataset.row_len(row),
             self.seq_len,
             self.packing,
-        )
-    }
-
-    fn nothing_to_train_on(&self, rows: &[u32]) -> Error {
-        let mut places: Vec<String> = rows
-            .iter()
-            .take(8)
-            .map(|&row| self.dataset.place(row))
-            .collect();
-        if rows.len() > places.len() {
-            places.push(format!("{} more", rows.len() - places.len()));
-        }
-        Error::input(
-            "dataset",
-            places.join(", "),
-            "a token to train on in each step",
-            "rows that are masked throughout",
-            "remove these rows, or take more rows a step",
         )
     }
 }

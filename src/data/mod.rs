@@ -5,6 +5,7 @@
 //!   threads; the same seed gives the same micro-batches, from any [`Cursor`] on.
 //! - Every error of a row names its file and line.
 //! - Loss is never taken on what a user, a system or a tool said.
+//! - Every row has a target, so that every step has: the others are left out and counted.
 //! - Bounded: [`TOKENS_MAX`] tokens, `source`'s limits on lines and lists.
 //!
 //! It does not guess what a broken row meant, does not fetch anything, and knows no device.
@@ -99,10 +100,22 @@ pub struct DatasetStats {
     pub targets: u64,
     /// Tokens of the longest row.
     pub longest: u64,
-    /// Rows that were cut at `seq_len`.
+    /// Rows that were cut at `seq_len`, those without a target then included.
     pub truncated: u64,
+    /// Rows that were left out since none of their tokens is predicted with a loss.
+    pub without_targets: u64,
     /// Documents without any text.
     pub left_out: u64,
+}
+
+impl DatasetStats {
+    /// For the end of a line: empty, or `; ` and how many rows were left out without a target.
+    pub fn without_targets_text(&self) -> String {
+        match self.without_targets {
+            0 => String::new(),
+            rows => format!("; {rows} rows without a token to train on left out"),
+        }
+    }
 }
 
 /// Where a row came from.
@@ -244,6 +257,8 @@ struct Reading<'a> {
     seq_len: usize,
     /// Of the file that is being read, once its first row was seen.
     format: Option<DataFormat>,
+    /// Of the rows without targets.
+    tokens_left_out: u64,
 }
 
 impl<'a> Reading<'a> {
@@ -279,6 +294,7 @@ impl<'a> Reading<'a> {
             vocab_size,
             seq_len,
             format: None,
+            tokens_left_out: 0,
         })
     }
 
@@ -380,8 +396,16 @@ impl<'a> Reading<'a> {
         Ok(())
     }
 
+    /// Appends a row that fits, unless nothing of it is trained on: alone in a step, it would be a
+    /// step without a loss. Nothing predicts a row's first token.
     fn push_row(&mut self, ids: &[u32], trained: &[bool], number: u64) -> Result<()> {
         let dataset = &mut self.dataset;
+        let targets = trained.iter().skip(1).filter(|&&trained| trained).count() as u64;
+        if targets == 0 {
+            dataset.stats.without_targets += 1;
+            self.tokens_left_out += ids.len() as u64;
+            return Ok(());
+        }
         let total = dataset.tokens.len() as u64 + ids.len() as u64;
         // Rows have a token at least, so that this also keeps their count below 2^32.
         if total >= TOKENS_MAX {
@@ -413,7 +437,7 @@ impl<'a> Reading<'a> {
         });
         dataset.stats.rows += 1;
         dataset.stats.longest = dataset.stats.longest.max(ids.len() as u64);
-        dataset.stats.targets += trained.iter().skip(1).filter(|&&trained| trained).count() as u64;
+        dataset.stats.targets += targets;
         Ok(())
     }
 
@@ -424,7 +448,8 @@ impl<'a> Reading<'a> {
         } else {
             printable(&place)
         };
-        if self.dataset.origins.is_empty() {
+        let masked = self.dataset.stats.without_targets;
+        if self.dataset.origins.is_empty() && masked == 0 {
             return Err(Error::input(
                 "dataset",
                 place,
@@ -433,14 +458,14 @@ impl<'a> Reading<'a> {
                 "name a file that has rows",
             ));
         }
-        if self.dataset.stats.targets == 0 {
+        if self.dataset.origins.is_empty() {
             return Err(Error::input(
                 "dataset",
                 place,
                 "at least one token to train on",
                 format!(
-                    "{} tokens in {} rows, all masked",
-                    self.dataset.stats.tokens, self.dataset.stats.rows
+                    "{} tokens in {masked} rows, all masked",
+                    self.tokens_left_out
                 ),
                 "look at `terrace data preview`: is there a turn of the assistant, \
                  or a label that is not -100",

@@ -60,11 +60,12 @@ pub fn preview(
     write(writeln!(
         out,
         "{sequences} sequences of at most {} tokens, {:.1} % full; {} rows cut, {} empty \
-         texts left out",
+         texts left out{}",
         config.seq_len,
         100.0 * efficiency(dataset, &plan, config.seq_len),
         stats.truncated,
         stats.left_out,
+        stats.without_targets_text(),
     ))
 }
 

@@ -221,13 +221,14 @@ fn describe(run: &Run) -> Result<()> {
     ))?;
     say(&format!(
         "data: {} rows, {} tokens, {} of them trained on; {} sequences of at most {} an epoch, \
-         {:.1} % full",
+         {:.1} % full{}",
         stats.rows,
         stats.tokens,
         stats.targets,
         run.sequences(),
         run.config.data.seq_len,
         100.0 * run.packing_efficiency(),
+        stats.without_targets_text(),
     ))?;
     let train = &run.config.train;
     say(&format!(
@@ -265,14 +266,7 @@ fn steps(
         console.line("warning: checkpoint.every = 0: nothing of this run survives a crash")?;
     }
     while trainer.steps_done() < total && signal.load(Ordering::Relaxed) == 0 {
-        let report = match trainer.step() {
-            // Data that cannot be trained on, met before anything was changed: what is done stays.
-            Err(error @ Error::Input { .. }) => {
-                commit(trainer, &console)?;
-                return Err(error);
-            }
-            report => report?,
-        };
+        let report = trainer.step()?;
         console.step(&report)?;
         if trainer.evaluation_is_due() || report.step == total {
             evaluate(trainer, &console)?;
