@@ -2,7 +2,7 @@
 //! same floats.
 //!
 //! After a resume the lines of steps that were lost with the crash are taken out, so that a step
-//! has one line.
+//! has one line. A run that begins anew keeps an earlier run's file beside its own.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -12,6 +12,9 @@ use serde_json::json;
 
 use crate::error::{Error, Result};
 use crate::stats::{HOP_NAMES, Snapshot, WAIT_NAMES};
+
+/// Most files of earlier runs in a directory.
+const ASIDE_MAX: u32 = 1000;
 
 /// One training step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,12 +51,16 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Opens `dir`/metrics.jsonl to append, keeping lines up to `step`.
+    /// Opens `dir`/metrics.jsonl to append, keeping lines up to `step`. At step 0 none would be
+    /// kept: a file that holds any is renamed to the first free of metrics.jsonl.1, .2, …
     pub fn open(dir: &Path, step: u64) -> Result<Metrics> {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("make log.dir", dir, e))?;
         let path = dir.join("metrics.jsonl");
         if let Ok(old) = File::open(&path) {
             lock(&old, &path)?;
+        }
+        if step == 0 {
+            set_aside(&path)?;
         }
         let kept = kept_lines(&path, step)?;
         let staged = dir.join("metrics.jsonl.new");
@@ -130,6 +137,26 @@ fn lock(file: &File, path: &Path) -> Result<()> {
     }
 }
 
+/// Renames an earlier run's metrics, if there are any.
+fn set_aside(path: &Path) -> Result<()> {
+    if !std::fs::metadata(path).is_ok_and(|found| found.is_file() && found.len() > 0) {
+        return Ok(());
+    }
+    let aside = (1..=ASIDE_MAX)
+        .map(|number| path.with_extension(format!("jsonl.{number}")))
+        .find(|aside| aside.symlink_metadata().is_err());
+    let aside = aside.ok_or_else(|| {
+        Error::input(
+            "log.dir",
+            path.display().to_string(),
+            format!("fewer than {ASIDE_MAX} metrics files of earlier runs"),
+            "more",
+            "move them elsewhere, or choose another log.dir",
+        )
+    })?;
+    std::fs::rename(path, &aside).map_err(|e| Error::io("rename", path, e))
+}
+
 /// Lines of a metrics file up to `step`; a line that a crash cut or garbled is left out.
 fn kept_lines(path: &Path, step: u64) -> Result<Vec<u8>> {
     let file = match File::open(path) {
@@ -168,7 +195,32 @@ mod tests {
         let left = std::fs::read_to_string(&path).unwrap();
         std::fs::remove_dir_all(&dir).unwrap();
         assert!(opened.is_ok());
-        assert!(matches!(second, Err(Error::Busy { .. })));
+        let refusal = second
+            .err()
+            .map(|error| error.to_string())
+            .unwrap_or_default();
+        let end = "in use by another process; stop it or choose another directory";
+        assert!(refusal.ends_with(end), "{refusal}");
         assert_eq!(left, "{\"step\":1}\n{\"step\":2}\n");
+    }
+
+    #[test]
+    fn a_run_from_the_beginning_keeps_the_lines_of_those_before() {
+        let name = format!("terrace-metrics-aside-{}", std::process::id());
+        let dir = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&dir).unwrap();
+        for run in 0..3 {
+            let mut metrics = Metrics::open(&dir, 0).unwrap();
+            metrics.commit(1, f64::from(run)).unwrap();
+        }
+        drop(Metrics::open(&dir, 0).unwrap());
+        // The last one left no line, which is nothing to keep.
+        drop(Metrics::open(&dir, 0).unwrap());
+        let read = |name: &str| std::fs::read_to_string(dir.join(name)).ok();
+        let names = ["", ".1", ".2", ".3", ".4"].map(|end| read(&format!("metrics.jsonl{end}")));
+        std::fs::remove_dir_all(&dir).unwrap();
+        let line = |seconds| Some(format!("{{\"commit_seconds\":{seconds:?},\"step\":1}}\n"));
+        let expected = [Some(String::new()), line(0.0), line(1.0), line(2.0), None];
+        assert_eq!(names, expected);
     }
 }
