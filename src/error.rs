@@ -59,8 +59,8 @@ pub enum Error {
     },
     /// Another process holds the file or directory.
     #[error(
-        "{path}: in use by process {pid}; stop it or choose another directory",
-        path = path.display()
+        "{path}: in use by {holder}; stop it or choose another directory",
+        path = path.display(), holder = holder_text(*pid)
     )]
     Busy {
         /// What is held.
@@ -229,6 +229,14 @@ impl Error {
             source,
             remedy: String::new(),
         }
+    }
+}
+
+/// A process by its id, `0` where unknown.
+fn holder_text(pid: u32) -> String {
+    match pid {
+        0 => "another process".to_string(),
+        pid => format!("process {pid}"),
     }
 }
 
