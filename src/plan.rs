@@ -212,7 +212,7 @@ impl Plan {
             host.bytes -= host.gradients;
             host.gradients = 0;
         }
-        let tiles = place_sections(layouts, precision, &mut host, budgets, purpose)?;
+        let tiles = place_sections(layouts, config, &mut host, budgets, purpose)?;
         let spilled_bytes: u64 = tiles
             .iter()
             .flat_map(|tile| {
@@ -258,7 +258,13 @@ impl Plan {
 
     /// Slot of the kept activations of (block, micro), if they are kept.
     pub fn kept_slot(&self, block: u16, micro: u32) -> Option<u32> {
-        let slot = self.kept.iter().position(|pair| *pair == (block, micro))?;
+        let micros = self.map.shape.micros;
+        if block >= self.blocks || u64::from(micro) >= micros {
+            return None;
+        }
+        // Kept are the last pairs in forward order.
+        let first = u64::from(self.blocks) * micros - self.kept.len() as u64;
+        let slot = (u64::from(block) * micros + u64::from(micro)).checked_sub(first)?;
         Some(u32::try_from(slot).expect("kept slots are fewer than 2^32"))
     }
 
@@ -419,11 +425,12 @@ fn host_pools(
 /// tile's weight last of all, since every step gathers rows from it.
 fn place_sections(
     layouts: Vec<TileLayout>,
-    precision: Precision,
+    config: &RunConfig,
     host: &mut HostMap,
     budgets: Budgets,
     purpose: Purpose,
 ) -> Result<Vec<TilePlan>> {
+    let precision = config.model.precision;
     let present = |section: Section| {
         let wanted = purpose == Purpose::Train || section == Section::Weight;
         (wanted && section.element_bytes(precision) > 0).then_some(Home::Host)
@@ -484,7 +491,7 @@ fn place_sections(
     );
     host.homes = homes;
     host.bytes += homes;
-    refuse_overflow(&tiles, precision, host, budgets)?;
+    refuse_overflow(&tiles, config, host, budgets)?;
     Ok(tiles)
 }
 
@@ -512,7 +519,7 @@ fn put_back(
 
 fn refuse_overflow(
     tiles: &[TilePlan],
-    precision: Precision,
+    config: &RunConfig,
     host: &HostMap,
     budgets: Budgets,
 ) -> Result<()> {
@@ -539,7 +546,7 @@ fn refuse_overflow(
         .iter()
         .flat_map(|tile| {
             tile.spilled()
-                .map(|s| extents_bytes(&tile.layout, s, precision))
+                .map(|s| extents_bytes(&tile.layout, s, config.model.precision))
         })
         .sum();
     if needed > budgets.store {
@@ -548,13 +555,17 @@ fn refuse_overflow(
             needed,
             budget: budgets.store,
             missing: needed - budgets.store,
-            remedy: if budgets.store == 0 {
-                format!(
+            remedy: match (budgets.store, &config.memory.store[..]) {
+                (0, []) => format!(
                     "name a directory on NVMe in memory.store, or raise memory.host by {needed} \
                      bytes"
-                )
-            } else {
-                "add space to memory.store, or raise memory.host".to_string()
+                ),
+                (0, [first, ..]) => format!(
+                    "memory.store has no space in {}: make some, name another directory, or raise \
+                     memory.host by {needed} bytes",
+                    first.path.display()
+                ),
+                _ => "add space to memory.store, or raise memory.host".to_string(),
             },
         });
     }

@@ -17,7 +17,7 @@ use machine::{At, Machine, ancestors};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use terrace::Error;
-use terrace::config::{Recompute, RunConfig};
+use terrace::config::{Recompute, RunConfig, Size, StorePath};
 use terrace::model::ModelSpec;
 use terrace::plan::regions::DeviceMap;
 use terrace::plan::{Budgets, DeviceProfile, Home, Plan, Purpose, TilePlan};
@@ -363,6 +363,26 @@ proptest! {
     }
 }
 
+/// A full drive was answered by the advice to name a directory, which was named.
+#[test]
+fn a_store_without_space_is_not_called_missing() {
+    let mut case = Case {
+        spec: support::spec(3, 16, 17, false),
+        config: support::config(32, 2),
+    };
+    let roomy = case.roomy();
+    let given = budgets(roomy.map.bytes, roomy.host.bytes - 1, 0);
+    let refusal = |case: &Case| case.plan(given).unwrap_err().to_string();
+    assert!(refusal(&case).contains("; name a directory on NVMe in memory.store, or raise"));
+    case.config.memory.store = vec![StorePath {
+        path: "full".into(),
+        size: Size::Auto,
+    }];
+    let named = "; memory.store has no space in full: make some, name another directory, or raise \
+                 memory.host by ";
+    assert!(refusal(&case).contains(named), "{}", refusal(&case));
+}
+
 /// A plan with some activations kept.
 fn keeping(case: &Case, kept: u64) -> Plan {
     let mut case = case.clone();
@@ -508,6 +528,12 @@ proptest! {
     #[test]
     fn a_schedule_is_right_under_every_interleaving(case in cases(), kept in 0u64..=24, seed: u64) {
         let plan = keeping(&case, kept);
+        for block in 0..=plan.blocks {
+            for micro in 0..=case.config.train.micro_batches as u32 {
+                let slot = plan.kept.iter().position(|pair| *pair == (block, micro));
+                prop_assert_eq!(plan.kept_slot(block, micro), slot.map(|slot| slot as u32));
+            }
+        }
         for schedule in schedules(&plan) {
             prop_assert_eq!(schedule.actions.len() as u64, action_count(&plan, &schedule));
             for (index, scheduled) in schedule.actions.iter().enumerate() {
