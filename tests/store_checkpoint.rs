@@ -550,7 +550,8 @@ fn a_damaged_manifest_has_a_twin_and_a_lost_one_is_said() {
     let store = open(&lost, Some(&spec())).unwrap();
     assert_eq!(store.generations(), [2]);
     assert!(
-        store.sentences()[0].starts_with("generation 3 is lost"),
+        store.sentences()[0].starts_with("generation 3 is lost")
+            && store.sentences()[0].ends_with("go on from the commits that are left"),
         "{:?}",
         store.sentences()
     );

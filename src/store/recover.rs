@@ -157,7 +157,10 @@ impl Reader<'_> {
             match self.commit(superblock, index) {
                 Ok(manifest) => *slot = Some(manifest),
                 Err(error) => {
-                    warnings.push(format!("generation {generation} is lost: {error}"));
+                    warnings.push(format!(
+                        "generation {generation} is lost: {error}; or go on from the commits that \
+                         are left"
+                    ));
                     first.get_or_insert(error);
                 }
             }
