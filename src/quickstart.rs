@@ -99,7 +99,26 @@ pub fn write(directory: &Path, sets: &[String]) -> Result<RunConfig> {
         std::fs::write(&path, bytes).map_err(|e| Error::io("write", &path, e))?;
     }
     let text = std::fs::read_to_string(&run_path).map_err(|e| Error::io("read", &run_path, e))?;
-    RunConfig::parse(&text, &run_path.display().to_string(), sets)
+    parse(&text, &run_path.display().to_string(), sets)
+}
+
+/// The run's configuration. Where `sets` lower `train.steps` below the file's warm-up and say
+/// nothing of that, it becomes a quarter of the steps: who asks for a short run means just that.
+fn parse(text: &str, place: &str, sets: &[String]) -> Result<RunConfig> {
+    let named = |key: &str| {
+        let of = |set: &String| set.split('=').next().is_some_and(|name| name.trim() == key);
+        sets.iter().any(of)
+    };
+    if !named("train.steps") || named("train.warmup_steps") {
+        return RunConfig::parse(text, place, sets);
+    }
+    let with = |warmup_steps: u64| {
+        let fitted = [sets, &[format!("train.warmup_steps={warmup_steps}")]].concat();
+        RunConfig::parse(text, place, &fitted)
+    };
+    // Without a warm-up, so that the number of steps is all that can be wrong with it.
+    let steps = with(0)?.train.steps.unwrap_or(0);
+    RunConfig::parse(text, place, sets).or_else(|_| with(steps / 4))
 }
 
 fn quickstart_eos() -> Result<u32> {
@@ -107,4 +126,25 @@ fn quickstart_eos() -> Result<u32> {
     Ok(tokenizer
         .eos()
         .expect("the embedded tokenizer has an end of text"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_shorter_than_its_warm_up_is_warmed_up_in_a_quarter() {
+        let warmup = |sets: &[&str]| {
+            let sets: Vec<String> = sets.iter().map(ToString::to_string).collect();
+            parse(RUN, "run.toml", &sets).map(|config| config.train.warmup_steps)
+        };
+        assert_eq!(warmup(&[]).unwrap(), 20);
+        assert_eq!(warmup(&["train.steps=20"]).unwrap(), 20);
+        assert_eq!(warmup(&["train.steps = 6"]).unwrap(), 1);
+        assert_eq!(warmup(&["train.steps=6", "train.steps=30"]).unwrap(), 20);
+        let refused = |sets: &[&str]| warmup(sets).unwrap_err().to_string();
+        let both = ["train.steps=6", "train.warmup_steps=7"];
+        assert!(refused(&both).contains("train.warmup_steps: expected at most"));
+        assert!(refused(&["train.steps=six"]).contains("train.steps"));
+    }
 }
