@@ -1,6 +1,7 @@
 //! `terrace train`.
 
-use std::io::IsTerminal;
+use std::fs::{File, OpenOptions};
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -85,6 +86,7 @@ fn watch_signals() -> Result<Arc<AtomicI32>> {
 pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     let start = parse_start(arguments.resume.as_deref())?;
     let config = read_config(arguments)?;
+    let trace_file = arguments.trace.as_deref().map(open_trace).transpose()?;
     let (profile, device) = choose_device(&arguments.device, config.model.precision)?;
     say(&device)?;
     let signal = watch_signals()?;
@@ -133,8 +135,14 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         Ok(()) => trainer.finish()?,
         Err(error) => return Err(error),
     };
-    if let (Some(path), Some(trace)) = (&arguments.trace, trace) {
-        std::fs::write(path, trace).map_err(|e| Error::io("write", path, e))?;
+    if let (Some(path), Some(mut file), Some(trace)) = (&arguments.trace, trace_file, trace) {
+        // A pipe has no length to cut.
+        let cut = match file.metadata() {
+            Ok(found) if found.is_file() => file.set_len(0),
+            _ => Ok(()),
+        };
+        let written = cut.and_then(|()| file.write_all(trace.as_bytes()));
+        written.map_err(|e| Error::io("write", path, e))?;
         say(&format!("trace: {}", path.display()))?;
     }
     say(&moved)?;
@@ -149,6 +157,17 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         0 => Ok(()),
         signal => Err(Error::Interrupted { signal, step }),
     }
+}
+
+/// Opens the trace's file before anything is trained, so that a path that cannot be written is
+/// refused at once. What it holds stays until the trace is complete.
+fn open_trace(path: &Path) -> Result<File> {
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(|e| Error::io("make", parent, e))?;
+    }
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create(true).truncate(false).open(path);
+    file.map_err(|e| Error::io("create", path, e))
 }
 
 /// Prints a line. A run goes on when the reader of its output has gone away: what it computes is
