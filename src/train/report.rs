@@ -219,7 +219,7 @@ mod tests {
         let read = |name: &str| std::fs::read_to_string(dir.join(name)).ok();
         let names = ["", ".1", ".2", ".3", ".4"].map(|end| read(&format!("metrics.jsonl{end}")));
         std::fs::remove_dir_all(&dir).unwrap();
-        let line = |seconds| Some(format!("{{\"commit_seconds\":{seconds:?},\"step\":1}}\n"));
+        let line = |seconds| Some(format!("{{\"step\":1,\"commit_seconds\":{seconds:?}}}\n"));
         let expected = [Some(String::new()), line(0.0), line(1.0), line(2.0), None];
         assert_eq!(names, expected);
     }
