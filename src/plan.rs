@@ -483,12 +483,8 @@ fn place_sections(
             homes -= bytes;
         }
     }
-    homes += put_back(
-        &mut tiles,
-        spilled,
-        precision,
-        budgets.host.saturating_sub(host.bytes + homes),
-    );
+    let room = budgets.host.saturating_sub(host.bytes + homes);
+    homes += put_back(&mut tiles, spilled, precision, room);
     host.homes = homes;
     host.bytes += homes;
     refuse_overflow(&tiles, config, host, budgets)?;

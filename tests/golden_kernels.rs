@@ -336,8 +336,8 @@ fn products(desk: &mut Desk) {
         desk.run(&case, &[output("y", y, k)], |device, at| {
             device.linear_forward(at(x), at(w), None, at(y), k, false);
         });
-        // cublasLt may round a product before something is added to it, as a linear layer and then a
-        // sum do in PyTorch.
+        // cublasLt may round a product before something is added to it, as a linear layer and then
+        // a sum do in PyTorch.
         let inner = if desk.act == Dtype::Bf16 {
             2.0 * BF16
         } else {

@@ -135,15 +135,8 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         Ok(()) => trainer.finish()?,
         Err(error) => return Err(error),
     };
-    if let (Some(path), Some(mut file), Some(trace)) = (&arguments.trace, trace_file, trace) {
-        // A pipe has no length to cut.
-        let cut = match file.metadata() {
-            Ok(found) if found.is_file() => file.set_len(0),
-            _ => Ok(()),
-        };
-        let written = cut.and_then(|()| file.write_all(trace.as_bytes()));
-        written.map_err(|e| Error::io("write", path, e))?;
-        say(&format!("trace: {}", path.display()))?;
+    if let (Some(path), Some(file), Some(trace)) = (&arguments.trace, trace_file, trace) {
+        write_trace(path, file, &trace)?;
     }
     say(&moved)?;
     say(&format!(
@@ -157,6 +150,17 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         0 => Ok(()),
         signal => Err(Error::Interrupted { signal, step }),
     }
+}
+
+fn write_trace(path: &Path, mut file: File, trace: &str) -> Result<()> {
+    // A pipe has no length to cut.
+    let cut = match file.metadata() {
+        Ok(found) if found.is_file() => file.set_len(0),
+        _ => Ok(()),
+    };
+    let written = cut.and_then(|()| file.write_all(trace.as_bytes()));
+    written.map_err(|e| Error::io("write", path, e))?;
+    say(&format!("trace: {}", path.display()))
 }
 
 /// Opens the trace's file before anything is trained, so that a path that cannot be written is
