@@ -1,9 +1,11 @@
 //! A transformer block: pre-norm attention with grouped queries and rotary positions, then SwiGLU.
 //!
-//!     n1 = norm(x)·w1          q, k, v = n1·Wqkvᵀ (+ b)     [q, k = norm per head]   q, k = rope
-//!     o = attention(q, k, v)   x2 = x + o·Woᵀ (+ b)
-//!     n2 = norm(x2)·w2         g, u = n2·Wguᵀ               a = silu(g)·u            y = x2 +
-//!     a·Wdᵀ
+//! ```text
+//! n1 = norm(x)·w1          q, k, v = n1·Wqkvᵀ (+ b)     [q, k = norm per head]   q, k = rope
+//! o = attention(q, k, v)   x2 = x + o·Woᵀ (+ b)
+//! n2 = norm(x2)·w2         g, u = n2·Wguᵀ
+//! a = silu(g)·u            y = x2 + a·Wdᵀ
+//! ```
 
 use super::{range_of, tensor_view};
 use crate::data::Micro;

@@ -1,7 +1,9 @@
 //! The head: final norm, logits in chunks of rows that have a target, loss and its gradient fused.
 //!
-//!     n = norm(x)·w     z = n\[rows\]·Wᵀ     loss = logsumexp(z) − z\[target\]     dz =
-//!     (softmax(z) − onehot)/count
+//! ```text
+//! n = norm(x)·w                          z = n[rows]·Wᵀ
+//! loss = logsumexp(z) − z[target]        dz = (softmax(z) − onehot)/count
+//! ```
 
 use super::{range_of, tensor_view};
 use crate::data::{IGNORE, Micro};
