@@ -1,10 +1,9 @@
 // Additions and the moving of rows.
 //
-//   add:       out = a + b
-//   add_bias:  y[r] += bias
-//   gather:    out[i] = x[rows[i]];   scatter: out[rows[i]] = x[i], rows distinct
+//   add:      out = a + b
+//   gather:   out[i] = x[rows[i]];   scatter: out[rows[i]] = x[i], rows distinct
 //
-// Shapes: add [n]; y [R, C], bias [C]; x, out [·, C]; in T (bf16 or f32); rows [n] u32.
+// Shapes: add [n]; x, out [·, C]; in T (bf16 or f32); rows [n] u32.
 // Arithmetic: f32; rows are moved bit for bit.
 // Deterministic: no sums across threads.
 // Launch: add: a thread for eight elements. Others: grid (rows, C / 4096), 128 threads of four
@@ -32,24 +31,6 @@ __device__ inline void add(const T* a, const T* b, T* out, u64 index, u64 left)
 __device__ inline u32 sweep_column(int sweep)
 {
     return ((blockIdx.y * SWEEPS + sweep) * THREADS + threadIdx.x) * 8;
-}
-
-template <bool WHOLE, typename T>
-__device__ inline void add_bias(T* __restrict__ y, const T* __restrict__ bias, u32 columns)
-{
-    T* row = y + (u64)blockIdx.x * columns;
-#pragma unroll
-    for (int sweep = 0; sweep < SWEEPS; ++sweep) {
-        const u32 column = sweep_column(sweep);
-        const u64 left = rest(column, columns);
-        if (left == 0) return;
-        float v[8], other[8];
-        load_f32<WHOLE>(row + column, left, v);
-        load_f32<WHOLE>(bias + column, left, other);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] += other[j];
-        store<WHOLE>(row + column, v, left);
-    }
 }
 
 // to[0..columns) = from[0..columns).
@@ -107,20 +88,6 @@ extern "C" __global__ void __launch_bounds__(256)
     const u64 index = first_element(), left = rest(index, count);
     whole(vector, left) ? add<true>(a, b, out, index, left)
                         : add<false>(a, b, out, index, left);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    add_bias_bf16(bf16* y, const bf16* bias, u32 columns, u32 vector)
-{
-    vector ? add_bias<true>(y, bias, columns)
-           : add_bias<false>(y, bias, columns);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    add_bias_f32(float* y, const float* bias, u32 columns, u32 vector)
-{
-    vector ? add_bias<true>(y, bias, columns)
-           : add_bias<false>(y, bias, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

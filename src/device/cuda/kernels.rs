@@ -68,27 +68,6 @@ impl CudaDevice {
         );
     }
 
-    /// y\[r\] += bias. y `[R, C]`, bias `[C]` of y's format.
-    #[expect(dead_code, reason = "for products whose epilogue adds no bias")]
-    pub(in crate::device) fn add_bias(&self, y: View, bias: View) {
-        let columns = bias.count;
-        let rows = rows_of(y.count, columns, "y");
-        assert_apart(&[y], &[bias]);
-        let dtype = one_format(&[y, bias]);
-        self.launch(
-            named(["add_bias_bf16", "add_bias_f32"], dtype),
-            (size(rows), size(columns.div_ceil(MOVED_COLUMNS)), 1),
-            (128, 1, 1),
-            0,
-            &[
-                self.at(y),
-                self.at(bias),
-                Argument::U32(size(columns)),
-                self.vector(&[y, bias], columns),
-            ],
-        );
-    }
-
     pub(in crate::device) fn rope(
         &self,
         x: View,
