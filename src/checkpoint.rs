@@ -357,18 +357,11 @@ fn has_non_finite(bytes: &[u8], precision: Precision) -> bool {
 
 fn sections_of(tiers: &Tiers) -> Vec<StoredSection> {
     let precision = tiers.precision();
-    let mut sections = Vec::new();
-    for layout in tiers.layouts() {
-        for section in tiers.sections() {
-            sections.push(StoredSection {
-                tile: layout.id,
-                section,
-                elements: layout.elements,
-                element_bytes: section.element_bytes(precision),
-            });
-        }
-    }
-    sections
+    let of = |layout| {
+        let stored = move |section| StoredSection::of(layout, section, precision);
+        tiers.sections().map(stored)
+    };
+    tiers.layouts().iter().flat_map(of).collect()
 }
 
 /// A few slabs outside the plan's arena, for reading a checkpoint.

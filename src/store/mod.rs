@@ -30,7 +30,7 @@ mod uring;
 
 use std::fmt;
 
-use crate::tile::{EXTENT_ELEMENTS, PAGE_BYTES, Section, TileId};
+use crate::tile::{EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section, TileId, TileLayout};
 
 pub use checkpoint::{CheckpointStore, Commit, Phase, Spec};
 pub use engine::{Counters, Flow};
@@ -74,6 +74,16 @@ pub struct StoredSection {
 }
 
 impl StoredSection {
+    /// A tile's section under the run's precision.
+    pub fn of(layout: &TileLayout, section: Section, precision: Precision) -> StoredSection {
+        StoredSection {
+            tile: layout.id,
+            section,
+            elements: layout.elements,
+            element_bytes: section.element_bytes(precision),
+        }
+    }
+
     /// Extents of the section.
     pub fn extent_count(&self) -> u32 {
         u32::try_from(self.elements.div_ceil(EXTENT_ELEMENTS)).expect("checked by the table")

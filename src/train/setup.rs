@@ -11,11 +11,11 @@ use crate::machine::{self, HostMemory};
 use crate::model::ModelSpec;
 use crate::optimizer::Isa;
 use crate::plan::regions::{DeviceMap, DeviceShape};
-use crate::plan::{Budgets, DeviceProfile, Plan};
+use crate::plan::{Budgets, DeviceProfile, Plan, TilePlan};
 use crate::stats::Stats;
 use crate::step::Engine;
 use crate::store::{Scratch, StoredSection};
-use crate::tile::{Precision, Section};
+use crate::tile::Precision;
 use crate::transfer::Tiers;
 
 /// The device that `--device` names, and a sentence that says which and why: `cpu`, `cuda:N`, or
@@ -220,9 +220,11 @@ pub fn build_engine(
     let slabs = usize::try_from(plan.host.slabs).expect("slabs are capped");
     let ring = cutter.cut_ring(slabs, plan.host.slab_bytes);
     let store = if plan.spills() {
-        let sections: Vec<StoredSection> = stored_sections(&plan, |tile, section| {
-            plan.tiles[usize::from(tile)].home(section) == crate::plan::Home::Store
-        });
+        let of = |tile: &TilePlan| {
+            let stored = |section| StoredSection::of(&tile.layout, section, plan.precision);
+            tile.spilled().map(stored).collect::<Vec<_>>()
+        };
+        let sections: Vec<StoredSection> = plan.tiles.iter().flat_map(of).collect();
         let engine = config.memory.io_engine;
         let scratch = Scratch::create(&budget.store, &sections, engine, &[ring.span()])?;
         sentences.extend(scratch.sentences().iter().cloned());
@@ -232,26 +234,4 @@ pub fn build_engine(
     };
     let tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(trace));
     Ok((Engine::start(spec, plan, tiers, Isa::detect())?, sentences))
-}
-
-/// Sections of a plan that `wanted` picks, as a store lays them out.
-pub(crate) fn stored_sections(
-    plan: &Plan,
-    wanted: impl Fn(u16, Section) -> bool,
-) -> Vec<StoredSection> {
-    let mut sections = Vec::new();
-    for tile in &plan.tiles {
-        let id = tile.layout.id;
-        for section in Section::ALL {
-            if tile.homes[section as usize].is_some() && wanted(id.layer, section) {
-                sections.push(StoredSection {
-                    tile: id,
-                    section,
-                    elements: tile.layout.elements,
-                    element_bytes: section.element_bytes(plan.precision),
-                });
-            }
-        }
-    }
-    sections
 }
