@@ -8,6 +8,7 @@
 //! Order within a step is `schedule`'s, its seconds are `schedule::simulate`'s; resolving `"auto"`
 //! asks the machine and is `machine`'s.
 
+mod homes;
 mod print;
 pub use print::{bytes_text, count_text};
 pub mod regions;
@@ -15,9 +16,7 @@ pub mod regions;
 use crate::config::{Recompute, RunConfig};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
-use crate::tile::{
-    EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, SECTION_COUNT, Section, TileLayout,
-};
+use crate::tile::{PAGE_BYTES, Precision, SECTION_COUNT, Section, TileLayout};
 use regions::{DeviceMap, DeviceShape};
 
 /// What the plan needs to know of a device.
@@ -31,7 +30,13 @@ pub struct DeviceProfile {
     pub converts_bf16: bool,
     /// The card's ordinal; `None` is the CPU device.
     pub card: Option<usize>,
+    /// Bytes that it takes beside its arena.
+    pub fixed_bytes: u64,
 }
+
+/// What a card takes beside the arena: context, kernels, libraries, staging and the products'
+/// workspaces; measured on an H200 with CUDA 13.
+const CARD_FIXED_BYTES: u64 = 840 << 20;
 
 impl DeviceProfile {
     /// The CPU device: f32 activations.
@@ -41,6 +46,7 @@ impl DeviceProfile {
             activation_bytes: 4,
             converts_bf16: true,
             card: None,
+            fixed_bytes: 0,
         }
     }
 
@@ -51,6 +57,7 @@ impl DeviceProfile {
             activation_bytes: Section::Weight.element_bytes(precision),
             converts_bf16: false,
             card: Some(card),
+            fixed_bytes: CARD_FIXED_BYTES,
         }
     }
 }
@@ -58,7 +65,7 @@ impl DeviceProfile {
 /// Bytes that a run may use in each tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budgets {
-    /// The device's arena.
+    /// The device: its arena and its fixed bytes.
     pub device: u64,
     /// The host's arena.
     pub host: u64,
@@ -78,10 +85,24 @@ pub enum Purpose {
 /// Tier of a section's home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Home {
+    /// A region of the device's arena; only a block's weight section. It is demoted for its update
+    /// and promoted after.
+    Device,
     /// A slot of the host arena.
     Host,
     /// Extents of the scratch store.
     Store,
+}
+
+/// Where a finished gradient is until its update.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GradientHome {
+    /// In a slot of host that tiles share: the tile is updated as its gradient arrives.
+    Shared,
+    /// In a slot of host of its own.
+    Host,
+    /// In a region of the device of its own, from where it is demoted for its update.
+    Device,
 }
 
 /// A tile's layout and the homes of its sections.
@@ -91,6 +112,8 @@ pub struct TilePlan {
     pub layout: TileLayout,
     /// By [`Section`]; `None` where the section is absent.
     pub homes: [Option<Home>; SECTION_COUNT],
+    /// Where its gradient waits.
+    pub gradient: GradientHome,
 }
 
 impl TilePlan {
@@ -107,24 +130,19 @@ impl TilePlan {
     }
 }
 
-/// Where finished gradients wait in host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GradientSlots {
-    /// One slot a tile: all wait for the norm.
-    PerTile,
-    /// Two slots of block size and one wide: a tile is updated as its gradient arrives.
-    Shared,
-}
-
 /// Sizes within the host's arena.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMap {
     /// Bytes of homes.
     pub homes: u64,
-    /// Bytes of gradient slots.
+    /// Bytes of gradient slots, tiles' own and shared.
     pub gradients: u64,
-    /// How gradients wait.
-    pub gradient_slots: GradientSlots,
+    /// Bytes of each of the two gradient slots that blocks share; 0 without them.
+    pub block_slot: u64,
+    /// Bytes of the gradient slot that head and embed share; 0 without it.
+    pub wide_slot: u64,
+    /// Bytes of each of the two slots in which weights of the device are updated; 0 without them.
+    pub weight_slot: u64,
     /// Slabs of the ring.
     pub slabs: u64,
     /// Bytes of a slab.
@@ -154,6 +172,9 @@ pub struct Plan {
     pub kept: Vec<(u16, u32)>,
     /// Gradients wait for the global norm.
     pub clipping: bool,
+    /// Layers 0 to here, exclusive, are updated in their order after the backward pass, under the
+    /// next forward; the others as their gradients arrive. All of them with clipping.
+    pub deferred: u16,
     /// Bytes of an element of a gradient in host.
     pub gradient_bytes: u64,
     /// The head computes with the embed tile's weight.
@@ -191,7 +212,8 @@ impl Flops {
 }
 
 impl Plan {
-    /// Makes the plan, or says what is missing.
+    /// Makes the plan, or says what is missing. Without clipping every layer is updated as its
+    /// gradient arrives.
     pub fn new(
         spec: &ModelSpec,
         config: &RunConfig,
@@ -199,20 +221,31 @@ impl Plan {
         budgets: Budgets,
         purpose: Purpose,
     ) -> Result<Plan> {
-        let (map, kept) = plan_device(spec, config, device, budgets.device, purpose)?;
+        Plan::deferring(spec, config, device, budgets, purpose, 0)
+    }
+
+    /// As [`Plan::new`], with the updates of the first `deferred` layers under the next forward;
+    /// with clipping those of all layers are.
+    pub fn deferring(
+        spec: &ModelSpec,
+        config: &RunConfig,
+        device: &DeviceProfile,
+        budgets: Budgets,
+        purpose: Purpose,
+        deferred: u16,
+    ) -> Result<Plan> {
         let clipping = config.train.max_grad_norm > 0.0;
         let precision = config.model.precision;
-        let gradient_bytes = match precision {
-            Precision::Bf16 => config.train.gradient_dtype.bytes(),
-            Precision::Fp32 => 4,
+        let deferred = match purpose {
+            Purpose::Forward => 0,
+            Purpose::Train if clipping => spec.layer_count(),
+            Purpose::Train => deferred.min(spec.layer_count()),
         };
-        let layouts = spec.tile_layouts();
-        let mut host = host_pools(&layouts, config, clipping, precision, gradient_bytes);
-        if purpose == Purpose::Forward {
-            host.bytes -= host.gradients;
-            host.gradients = 0;
-        }
-        let tiles = place_sections(layouts, config, &mut host, budgets, purpose)?;
+        let least = least_device(spec, config, device, budgets.device, purpose)?;
+        let arena = budgets.device - device.fixed_bytes;
+        let spare = arena - least.bytes;
+        let (tiles, host) = homes::place(spec, config, purpose, deferred, budgets, spare)?;
+        let (map, kept) = fill_device(spec, config, &least, &tiles, arena);
         let spilled_bytes: u64 = tiles
             .iter()
             .flat_map(|tile| {
@@ -241,7 +274,8 @@ impl Plan {
             map,
             kept,
             clipping,
-            gradient_bytes,
+            deferred,
+            gradient_bytes: homes::gradient_bytes(config),
             tied: spec.tied,
             spilled_bytes,
             checkpoint_bytes,
@@ -285,14 +319,14 @@ pub fn extents_bytes(layout: &TileLayout, section: Section, precision: Precision
         .sum()
 }
 
-/// The device's map with as many kept activations as fit.
-fn plan_device(
+/// The least map that serves; with `recompute = "none"`, with all activations kept.
+fn least_device(
     spec: &ModelSpec,
     config: &RunConfig,
     device: &DeviceProfile,
     budget: u64,
     purpose: Purpose,
-) -> Result<(DeviceMap, Vec<(u16, u32)>)> {
+) -> Result<DeviceMap> {
     let micros = config.train.micro_batches;
     let mut shape = DeviceShape {
         tokens: config.train.micro_batch * config.data.seq_len,
@@ -303,39 +337,60 @@ fn plan_device(
         activation_bytes: device.activation_bytes,
         converts_weights: device.converts_bf16 && config.model.precision == Precision::Bf16,
         precision: config.model.precision,
+        gradient_bytes: homes::gradient_bytes(config),
         trains: purpose == Purpose::Train,
     };
-    let least = DeviceMap::new(spec, shape);
-    let pairs = u64::from(spec.blocks) * micros;
-    let room = budget.saturating_sub(least.bytes) / least.workspace.bytes.max(1);
-    shape.kept = match config.memory.recompute {
-        _ if purpose == Purpose::Forward => 0,
-        Recompute::All => 0,
-        Recompute::Auto => room.min(pairs),
-        Recompute::None => pairs,
-    };
-    let map = DeviceMap::new(spec, shape);
-    if map.bytes > budget || map.bytes == regions::TOO_LARGE {
-        return Err(device_refusal(spec, config, &least, &map, budget));
+    let least = DeviceMap::new(spec, shape, &[]);
+    if shape.trains && config.memory.recompute == Recompute::None {
+        shape.kept = u64::from(spec.blocks) * micros;
     }
+    let map = DeviceMap::new(spec, shape, &[]);
+    let needed = map.bytes.saturating_add(device.fixed_bytes);
+    if needed > budget || map.bytes == regions::TOO_LARGE {
+        let fixed = device.fixed_bytes;
+        return Err(device_refusal(spec, config, [&least, &map], fixed, budget));
+    }
+    Ok(map)
+}
+
+/// The device's map with what the tiles have there, and as many kept activations as fit.
+fn fill_device(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    least: &DeviceMap,
+    tiles: &[TilePlan],
+    budget: u64,
+) -> (DeviceMap, Vec<(u16, u32)>) {
+    let mut shape = least.shape;
+    let homes = DeviceMap::new(spec, shape, tiles);
+    let pairs = u64::from(spec.blocks) * shape.micros;
+    if shape.trains && config.memory.recompute == Recompute::Auto {
+        let room = budget.saturating_sub(homes.bytes) / homes.workspace.bytes.max(1);
+        shape.kept = room.min(pairs);
+    }
+    let map = DeviceMap::new(spec, shape, tiles);
+    assert!(map.bytes <= budget, "what is added was room that was left");
     // The last in forward order are kept: they wait for the shortest time.
     let all = (0..spec.blocks).flat_map(|block| {
-        (0..micros).map(move |micro| (block, u32::try_from(micro).expect("micros are capped")))
+        (0..shape.micros)
+            .map(move |micro| (block, u32::try_from(micro).expect("micros are capped")))
     });
     let kept = all
         .skip(usize::try_from(pairs - shape.kept).expect("pairs are capped"))
         .collect();
-    Ok((map, kept))
+    (map, kept)
 }
 
 /// Why the device cannot hold the run, with the largest count of micro-batches that it can.
 fn device_refusal(
     spec: &ModelSpec,
     config: &RunConfig,
-    least: &DeviceMap,
-    map: &DeviceMap,
+    [least, map]: [&DeviceMap; 2],
+    fixed_bytes: u64,
     budget: u64,
 ) -> Error {
+    let needed = map.bytes.saturating_add(fixed_bytes);
+    let arena = budget.saturating_sub(fixed_bytes);
     let (shape, micros) = (map.shape, map.shape.micros);
     let anchors = if shape.trains {
         u64::from(spec.blocks) + 1
@@ -347,8 +402,8 @@ fn device_refusal(
         .saturating_mul(map.anchor_bytes)
         .saturating_add((shape.kept / micros).saturating_mul(map.workspace.bytes));
     let fixed = map.bytes.saturating_sub(per_micro.saturating_mul(micros));
-    let largest = budget.saturating_sub(fixed) / per_micro;
-    let remedy = if config.memory.recompute == Recompute::None && least.bytes <= budget {
+    let largest = arena.saturating_sub(fixed) / per_micro;
+    let remedy = if config.memory.recompute == Recompute::None && least.bytes <= arena {
         "set memory.recompute = \"auto\", or raise memory.device".to_string()
     } else if largest > 0 {
         format!("train.micro_batches = {largest} is the largest that fits, or raise memory.device")
@@ -357,213 +412,14 @@ fn device_refusal(
         format!(
             "even one micro-batch needs {} bytes, {layer} of them for one layer's weights and \
              gradients: lower train.micro_batch or data.seq_len, or raise memory.device",
-            fixed.saturating_add(per_micro),
+            fixed.saturating_add(per_micro).saturating_add(fixed_bytes),
         )
     };
     Error::Budget {
         tier: "device",
-        needed: map.bytes,
+        needed,
         budget,
-        missing: map.bytes - budget,
+        missing: needed - budget,
         remedy,
     }
-}
-
-/// Pools that a run needs whatever is spilled.
-fn host_pools(
-    layouts: &[TileLayout],
-    config: &RunConfig,
-    clipping: bool,
-    precision: Precision,
-    gradient_bytes: u64,
-) -> HostMap {
-    let slot =
-        |layout: &TileLayout| (layout.elements * gradient_bytes).next_multiple_of(PAGE_BYTES);
-    let (wide, blocks): (Vec<_>, Vec<_>) = layouts
-        .iter()
-        .enumerate()
-        .partition(|(i, _)| *i == 0 || i + 1 == layouts.len());
-    let (gradients, gradient_slots) = if clipping {
-        (layouts.iter().map(slot).sum(), GradientSlots::PerTile)
-    } else {
-        let block = blocks
-            .iter()
-            .map(|(_, layout)| slot(layout))
-            .max()
-            .unwrap_or(0);
-        let wide = wide
-            .iter()
-            .map(|(_, layout)| slot(layout))
-            .max()
-            .unwrap_or(0);
-        (2 * block + wide, GradientSlots::Shared)
-    };
-    let longest = layouts
-        .iter()
-        .map(|layout| layout.elements)
-        .max()
-        .unwrap_or(0);
-    let widest = Section::present(precision)
-        .map(|s| s.element_bytes(precision))
-        .max()
-        .unwrap_or(4);
-    let slab_bytes = (longest.min(EXTENT_ELEMENTS) * widest)
-        .next_multiple_of(PAGE_BYTES)
-        .min(EXTENT_BYTES_MAX);
-    let slabs = config.memory.slabs;
-    HostMap {
-        homes: 0,
-        gradients,
-        gradient_slots,
-        slabs,
-        slab_bytes,
-        bytes: gradients + slabs * slab_bytes,
-    }
-}
-
-/// Gives each section a home: host while it fits, states spilled before weights, and of the embed
-/// tile's weight last of all, since every step gathers rows from it.
-fn place_sections(
-    layouts: Vec<TileLayout>,
-    config: &RunConfig,
-    host: &mut HostMap,
-    budgets: Budgets,
-    purpose: Purpose,
-) -> Result<Vec<TilePlan>> {
-    let precision = config.model.precision;
-    let present = |section: Section| {
-        let wanted = purpose == Purpose::Train || section == Section::Weight;
-        (wanted && section.element_bytes(precision) > 0).then_some(Home::Host)
-    };
-    let mut tiles: Vec<TilePlan> = layouts
-        .into_iter()
-        .map(|layout| TilePlan {
-            layout,
-            homes: Section::ALL.map(present),
-        })
-        .collect();
-    let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
-    let held = || Section::ALL.into_iter().filter(|s| present(*s).is_some());
-    let all: u64 = tiles
-        .iter()
-        .flat_map(|tile| held().map(|s| slot(tile, s)))
-        .sum();
-    let mut overflow = (host.bytes + all).saturating_sub(budgets.host);
-    let groups: [&[Section]; 3] = [
-        &[Section::Moment2, Section::Moment1],
-        &[Section::Residual],
-        &[Section::Weight],
-    ];
-    let mut homes = all;
-    let mut spilled: Vec<(usize, Section)> = Vec::new();
-    for sections in groups {
-        if overflow == 0 {
-            break;
-        }
-        spilled.clear();
-        // Last layers first: the update reads them last.
-        let mut left: Vec<(usize, Section)> = (0..tiles.len())
-            .rev()
-            .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
-            .filter(|(tile, section)| tiles[*tile].homes[*section as usize].is_some())
-            .collect();
-        while overflow > 0 && !left.is_empty() {
-            // The smallest section that ends the overflow, else the next in order.
-            let ending = left
-                .iter()
-                .enumerate()
-                .filter(|(_, (tile, section))| slot(&tiles[*tile], *section) >= overflow)
-                .min_by_key(|(_, (tile, section))| slot(&tiles[*tile], *section))
-                .map(|(index, _)| index);
-            let (tile, section) = left.remove(ending.unwrap_or(0));
-            let bytes = slot(&tiles[tile], section);
-            tiles[tile].homes[section as usize] = Some(Home::Store);
-            spilled.push((tile, section));
-            overflow = overflow.saturating_sub(bytes);
-            homes -= bytes;
-        }
-    }
-    let room = budgets.host.saturating_sub(host.bytes + homes);
-    homes += put_back(&mut tiles, spilled, precision, room);
-    host.homes = homes;
-    host.bytes += homes;
-    refuse_overflow(&tiles, config, host, budgets)?;
-    Ok(tiles)
-}
-
-/// The section that ended the overflow may have made room for some that went before it. Gives those
-/// of `spilled` that fit into `room` a home in host again; the bytes that they take. Only for the
-/// group that was spilled last: states are spilled before weights.
-fn put_back(
-    tiles: &mut [TilePlan],
-    mut spilled: Vec<(usize, Section)>,
-    precision: Precision,
-    room: u64,
-) -> u64 {
-    let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
-    spilled.sort_by_key(|(tile, section)| std::cmp::Reverse(slot(&tiles[*tile], *section)));
-    let mut taken = 0;
-    for (tile, section) in spilled {
-        let bytes = slot(&tiles[tile], section);
-        if taken + bytes <= room {
-            tiles[tile].homes[section as usize] = Some(Home::Host);
-            taken += bytes;
-        }
-    }
-    taken
-}
-
-fn refuse_overflow(
-    tiles: &[TilePlan],
-    config: &RunConfig,
-    host: &HostMap,
-    budgets: Budgets,
-) -> Result<()> {
-    if host.bytes > budgets.host {
-        return Err(Error::Budget {
-            tier: "host",
-            needed: host.bytes,
-            budget: budgets.host,
-            missing: host.bytes - budgets.host,
-            remedy: format!(
-                "with every section spilled, gradients ({} bytes) and the slab ring ({} bytes) \
-                 remain: raise memory.host, lower memory.slabs{}",
-                host.gradients,
-                host.slabs * host.slab_bytes,
-                if host.gradient_slots == GradientSlots::PerTile {
-                    ", or set train.max_grad_norm = 0 so that gradients need not wait for the norm"
-                } else {
-                    ""
-                }
-            ),
-        });
-    }
-    let needed: u64 = tiles
-        .iter()
-        .flat_map(|tile| {
-            tile.spilled()
-                .map(|s| extents_bytes(&tile.layout, s, config.model.precision))
-        })
-        .sum();
-    if needed > budgets.store {
-        return Err(Error::Budget {
-            tier: "store",
-            needed,
-            budget: budgets.store,
-            missing: needed - budgets.store,
-            remedy: match (budgets.store, &config.memory.store[..]) {
-                (0, []) => format!(
-                    "name a directory on NVMe in memory.store, or raise memory.host by {needed} \
-                     bytes"
-                ),
-                (0, [first, ..]) => format!(
-                    "memory.store has no space in {}: make some, name another directory, or raise \
-                     memory.host by {needed} bytes",
-                    first.path.display()
-                ),
-                _ => "add space to memory.store, or raise memory.host".to_string(),
-            },
-        });
-    }
-    Ok(())
 }

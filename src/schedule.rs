@@ -10,9 +10,12 @@
 //!
 //! Nothing here knows sizes or seconds, nor how an action is carried out.
 
+mod build;
+mod link;
 pub mod simulate;
 
-use crate::plan::{GradientSlots, Plan};
+use crate::plan::Plan;
+use build::Builder;
 
 /// Who carries out an action; a lane runs its actions one after another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,11 +28,19 @@ pub enum Lane {
     Down,
     /// AdamW over host tiles, with the store's reads and writes of spilled sections.
     Update,
+    /// Host to device, after an update: weights that live there.
+    Return,
 }
 
 impl Lane {
     /// All lanes.
-    pub const ALL: [Lane; 4] = [Lane::Compute, Lane::Up, Lane::Down, Lane::Update];
+    pub const ALL: [Lane; 5] = [
+        Lane::Compute,
+        Lane::Up,
+        Lane::Down,
+        Lane::Update,
+        Lane::Return,
+    ];
 }
 
 /// A place for a layer's weights on the device.
@@ -39,6 +50,8 @@ pub enum Buffer {
     Block(u32),
     /// The head's own: its tile's weight, and the embed tile's if tied.
     Head,
+    /// The home of a block whose weights live on the device.
+    Home(u16),
 }
 
 /// An f32 gradient accumulator on the device.
@@ -50,6 +63,15 @@ pub enum Accumulator {
     Head,
     /// The embed tile's; the same memory as the head's if untied.
     Embed,
+}
+
+/// Where a finished gradient is before its demotion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Finished {
+    /// In its accumulator.
+    In(Accumulator),
+    /// In the place on the device where it waits.
+    Parked,
 }
 
 /// A place in host where a finished gradient waits for its update.
@@ -146,14 +168,28 @@ pub enum Action {
         /// Which.
         accumulator: Accumulator,
     },
+    /// Copies a finished gradient to where it waits on the device.
+    Park {
+        /// Layer.
+        layer: u16,
+        /// From.
+        accumulator: Accumulator,
+    },
     /// Demotes a finished gradient.
     Demote {
         /// Layer.
         layer: u16,
         /// From.
-        accumulator: Accumulator,
+        from: Finished,
         /// To.
         slot: GradientSlot,
+    },
+    /// Demotes a weight section that lives on the device, for its update.
+    DemoteWeight {
+        /// Layer.
+        layer: u16,
+        /// To: one of the two weight slots.
+        slot: u32,
     },
     /// The global norm, and the factor that clips it.
     Clip,
@@ -163,6 +199,15 @@ pub enum Action {
         layer: u16,
         /// Its gradient.
         slot: GradientSlot,
+        /// Its weight section, where that lives on the device.
+        weight: Option<u32>,
+    },
+    /// Promotes an updated weight section to its home on the device.
+    Return {
+        /// Layer.
+        layer: u16,
+        /// From.
+        slot: u32,
     },
 }
 
@@ -245,356 +290,5 @@ impl Schedule {
             .iter()
             .rposition(|scheduled| scheduled.action == action)?;
         Some(u32::try_from(index).expect("a schedule has fewer than 2^32 actions"))
-    }
-}
-
-struct Builder<'a> {
-    plan: &'a Plan,
-    head: u16,
-    schedule: Schedule,
-    /// Last promotion into each layer's buffer.
-    promoted: Vec<Option<u32>>,
-    /// Last compute action that used each block buffer.
-    used: Vec<Option<u32>>,
-    demoted: Vec<Option<u32>>,
-    updated: Vec<Option<u32>>,
-}
-
-impl<'a> Builder<'a> {
-    fn new(plan: &'a Plan, form: Form, micros: u32) -> Builder<'a> {
-        let layers = usize::from(plan.layer_count());
-        Builder {
-            plan,
-            head: plan.layer_count() - 1,
-            schedule: Schedule {
-                form,
-                micros,
-                actions: Vec::new(),
-            },
-            promoted: vec![None; layers],
-            used: vec![None; plan.map.buffers.len()],
-            demoted: vec![None; layers],
-            updated: vec![None; layers],
-        }
-    }
-
-    fn push(&mut self, lane: Lane, action: Action, after: &[Option<u32>]) -> u32 {
-        let index = u32::try_from(self.schedule.actions.len()).expect("fewer than 2^32 actions");
-        let after = after.iter().flatten().map(|&action| After {
-            action,
-            previous: false,
-        });
-        self.schedule.actions.push(ScheduledAction {
-            action,
-            lane,
-            after: after.collect(),
-        });
-        index
-    }
-
-    fn trains(&self) -> bool {
-        self.schedule.form == Form::Train
-    }
-
-    fn buffer_index(&self, layer: u16) -> usize {
-        usize::from(layer - 1) % self.plan.map.buffers.len()
-    }
-
-    fn buffer(&self, layer: u16) -> Buffer {
-        Buffer::Block(u32::try_from(self.buffer_index(layer)).expect("at most 8 buffers"))
-    }
-
-    /// Accumulator of a layer: blocks take turns.
-    fn accumulator(&self, layer: u16) -> Accumulator {
-        if layer == 0 {
-            Accumulator::Embed
-        } else if layer == self.head {
-            Accumulator::Head
-        } else {
-            Accumulator::Block(u32::from(self.head - 1 - layer) % 2)
-        }
-    }
-
-    fn slot(&self, layer: u16) -> GradientSlot {
-        match self.plan.host.gradient_slots {
-            GradientSlots::PerTile => GradientSlot::Tile(layer),
-            GradientSlots::Shared if layer == 0 || layer == self.head => GradientSlot::Wide,
-            GradientSlots::Shared => GradientSlot::Block(u32::from(self.head - 1 - layer) % 2),
-        }
-    }
-
-    fn gather(&mut self) {
-        for micro in 0..self.schedule.micros {
-            self.push(Lane::Up, Action::Gather { micro }, &[]);
-        }
-    }
-
-    fn promote(&mut self, layer: u16) {
-        let buffer = self.buffer(layer);
-        let free = self.used[self.buffer_index(layer)];
-        let index = self.push(Lane::Up, Action::Promote { layer, buffer }, &[free]);
-        self.promoted[usize::from(layer)] = Some(index);
-    }
-
-    fn bind(&mut self, layer: u16, buffer: Buffer) -> u32 {
-        let promoted = self.promoted[usize::from(layer)];
-        self.push(Lane::Compute, Action::Bind { layer, buffer }, &[promoted])
-    }
-
-    fn forward(&mut self) {
-        for layer in 1..self.head {
-            self.promote(layer);
-            let buffer = self.buffer(layer);
-            let mut last = self.bind(layer, buffer);
-            for micro in 0..self.schedule.micros {
-                let gathered = (layer == 1).then_some(micro);
-                let action = if self.trains() {
-                    let keep = self.plan.kept_slot(layer - 1, micro);
-                    Action::Forward { layer, micro, keep }
-                } else {
-                    Action::ForwardOnly { layer, micro }
-                };
-                last = self.push(Lane::Compute, action, &[gathered]);
-            }
-            let buffer = self.buffer_index(layer);
-            self.used[buffer] = Some(last);
-        }
-    }
-
-    fn loss(&mut self) {
-        let head = self.head;
-        let action = Action::Promote {
-            layer: head,
-            buffer: Buffer::Head,
-        };
-        self.promoted[usize::from(head)] = Some(self.push(Lane::Up, action, &[]));
-        if self.trains() {
-            let accumulator = Accumulator::Head;
-            self.push(
-                Lane::Compute,
-                Action::Clear {
-                    layer: head,
-                    accumulator,
-                },
-                &[],
-            );
-            if self.plan.tied {
-                let accumulator = Accumulator::Embed;
-                self.push(
-                    Lane::Compute,
-                    Action::Clear {
-                        layer: 0,
-                        accumulator,
-                    },
-                    &[],
-                );
-            }
-        }
-        self.bind(head, Buffer::Head);
-        for micro in 0..self.schedule.micros {
-            let action = match self.schedule.form {
-                Form::Train => Action::Loss { micro },
-                Form::Evaluate => Action::Evaluate { micro },
-                Form::Generate => Action::Logits { micro },
-            };
-            self.push(Lane::Compute, action, &[]);
-        }
-        if self.trains() {
-            self.finish(head);
-        }
-    }
-
-    /// Norm, rounding, demotion, and without clipping the update.
-    fn finish(&mut self, layer: u16) {
-        let accumulator = self.accumulator(layer);
-        let finished = self.push(Lane::Compute, Action::Finish { layer, accumulator }, &[]);
-        let slot = self.slot(layer);
-        // The slot's previous gradient of this step must have been consumed.
-        let consumed = match slot {
-            GradientSlot::Tile(_) => None,
-            GradientSlot::Block(_) if layer + 2 < self.head => self.updated[usize::from(layer) + 2],
-            GradientSlot::Block(_) => None,
-            GradientSlot::Wide => (layer == 0)
-                .then(|| self.updated[usize::from(self.head)])
-                .flatten(),
-        };
-        let action = Action::Demote {
-            layer,
-            accumulator,
-            slot,
-        };
-        let demoted = self.push(Lane::Down, action, &[Some(finished), consumed]);
-        self.demoted[usize::from(layer)] = Some(demoted);
-        if !self.plan.clipping {
-            let updated = self.push(
-                Lane::Update,
-                Action::Update { layer, slot },
-                &[Some(demoted)],
-            );
-            self.updated[usize::from(layer)] = Some(updated);
-        }
-    }
-
-    fn backward(&mut self) {
-        let resident = u16::try_from(self.plan.map.buffers.len()).expect("at most 8 buffers");
-        for layer in (1..self.head).rev() {
-            // The last blocks of the forward are still in their buffers.
-            if self.head - layer > resident {
-                self.promote(layer);
-            }
-            let accumulator = self.accumulator(layer);
-            let demoted = (layer + 2 < self.head).then(|| self.demoted[usize::from(layer) + 2]);
-            let clear = Action::Clear { layer, accumulator };
-            self.push(Lane::Compute, clear, &[demoted.flatten()]);
-            let buffer = self.buffer(layer);
-            let mut last = self.bind(layer, buffer);
-            for micro in 0..self.schedule.micros {
-                let kept = self.plan.kept_slot(layer - 1, micro);
-                let action = Action::Backward {
-                    layer,
-                    micro,
-                    kept,
-                    accumulator,
-                };
-                last = self.push(Lane::Compute, action, &[]);
-            }
-            let buffer = self.buffer_index(layer);
-            self.used[buffer] = Some(last);
-            self.finish(layer);
-        }
-        if !self.plan.tied {
-            let action = Action::Clear {
-                layer: 0,
-                accumulator: Accumulator::Embed,
-            };
-            let demoted = self.demoted[usize::from(self.head)];
-            self.push(Lane::Compute, action, &[demoted]);
-        }
-        for micro in 0..self.schedule.micros {
-            self.push(Lane::Compute, Action::EmbedBackward { micro }, &[]);
-        }
-        self.finish(0);
-    }
-
-    fn update(&mut self) {
-        if !self.plan.clipping {
-            return;
-        }
-        let clip = self.push(Lane::Compute, Action::Clip, &[]);
-        for layer in 0..=self.head {
-            let demoted = self.demoted[usize::from(layer)];
-            let slot = self.slot(layer);
-            let action = Action::Update { layer, slot };
-            let updated = self.push(Lane::Update, action, &[Some(clip), demoted]);
-            self.updated[usize::from(layer)] = Some(updated);
-        }
-    }
-
-    /// Waits on the step before: a tile's use for its update, a place's reuse for its last user.
-    fn link_previous(&mut self) {
-        let mut links: Vec<(usize, u32)> = Vec::new();
-        let mut buffers_seen = vec![false; self.plan.map.buffers.len()];
-        let mut blocks_cleared = 0;
-        let last_block_use = self.used.clone();
-        let index = |action| self.schedule.index_of(action);
-        let last_of_head = self.schedule.actions.iter().rposition(|s| {
-            matches!(
-                s.action,
-                Action::Loss { .. } | Action::Evaluate { .. } | Action::Logits { .. }
-            )
-        });
-        let last_of_head = last_of_head.and_then(|i| u32::try_from(i).ok());
-        for (at, scheduled) in self.schedule.actions.iter().enumerate() {
-            let mut link = |other: Option<u32>| links.extend(other.map(|other| (at, other)));
-            match scheduled.action {
-                Action::Gather { micro } => {
-                    link(self.updated[0]);
-                    let first = self.accumulator(1);
-                    let kept = self.plan.kept_slot(0, micro);
-                    link(index(Action::Backward {
-                        layer: 1,
-                        micro,
-                        kept,
-                        accumulator: first,
-                    }));
-                    if !self.trains() {
-                        link(last_of_head);
-                    }
-                }
-                Action::Promote {
-                    layer,
-                    buffer: Buffer::Block(_),
-                } => {
-                    link(self.updated[usize::from(layer)]);
-                    let buffer = self.buffer_index(layer);
-                    if !buffers_seen[buffer] {
-                        link(last_block_use[buffer]);
-                        buffers_seen[buffer] = true;
-                    }
-                }
-                Action::Promote {
-                    layer,
-                    buffer: Buffer::Head,
-                } => {
-                    link(self.updated[usize::from(layer)]);
-                    link(last_of_head);
-                    if self.plan.tied {
-                        link(self.updated[0]);
-                    }
-                }
-                Action::Clear {
-                    accumulator: Accumulator::Block(_),
-                    ..
-                } => {
-                    // The last two blocks of the step before hold the two accumulators.
-                    blocks_cleared += 1;
-                    if blocks_cleared <= 2 {
-                        link(self.last_demote(scheduled.action));
-                    }
-                }
-                Action::Clear {
-                    accumulator: Accumulator::Head,
-                    layer,
-                } => {
-                    let holder = if self.plan.tied { layer } else { 0 };
-                    link(self.demoted[usize::from(holder)]);
-                }
-                Action::Clear {
-                    accumulator: Accumulator::Embed,
-                    ..
-                } => {
-                    link(self.demoted[0]);
-                }
-                Action::Demote { slot, .. } => link(self.last_update(slot)),
-                _ => {}
-            }
-        }
-        for (at, action) in links {
-            self.schedule.actions[at].after.push(After {
-                action,
-                previous: true,
-            });
-        }
-    }
-
-    /// Last demotion from the accumulator that `clear` is for.
-    fn last_demote(&self, clear: Action) -> Option<u32> {
-        let Action::Clear { accumulator, .. } = clear else {
-            return None;
-        };
-        let index = self.schedule.actions.iter().rposition(
-            |s| matches!(s.action, Action::Demote { accumulator: a, .. } if a == accumulator),
-        )?;
-        u32::try_from(index).ok()
-    }
-
-    /// Last update that consumes `slot`.
-    fn last_update(&self, slot: GradientSlot) -> Option<u32> {
-        let index = self
-            .schedule
-            .actions
-            .iter()
-            .rposition(|s| matches!(s.action, Action::Update { slot: of, .. } if of == slot))?;
-        u32::try_from(index).ok()
     }
 }

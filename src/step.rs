@@ -159,7 +159,7 @@ impl Engine {
         if engine.shared.plan.map.shape.trains {
             engine.train = Some(engine.track(Schedule::train(&engine.shared.plan)));
         }
-        for lane in [Lane::Up, Lane::Down, Lane::Update] {
+        for lane in [Lane::Up, Lane::Down, Lane::Update, Lane::Return] {
             let (sender, receiver) = crossbeam_channel::bounded::<Arc<Pass>>(2);
             let shared = engine.shared.clone();
             let thread = std::thread::Builder::new()

@@ -20,7 +20,7 @@ use crossbeam_channel::{Receiver, Sender};
 use crate::device::{Device, Dtype, View};
 use crate::error::Result;
 use crate::host::{HostCutter, Lease, Ring};
-use crate::plan::{GradientSlots, Home, Plan, Purpose};
+use crate::plan::{GradientHome, Home, Plan};
 use crate::schedule::GradientSlot;
 use crate::stats::{Hop, Stats};
 use crate::store::disk::Direction;
@@ -46,7 +46,13 @@ pub struct Tiers {
     layouts: Vec<TileLayout>,
     homes: Vec<[Option<RwLock<Lease>>; SECTION_COUNT]>,
     spilled: Vec<[bool; SECTION_COUNT]>,
-    gradients: Vec<Mutex<Lease>>,
+    /// By layer: where its weight section is on the device, if it lives there.
+    weight_homes: Vec<Option<u64>>,
+    /// Tiles' own gradient slots, by layer.
+    own_gradients: Vec<Option<Mutex<Lease>>>,
+    /// Two for blocks and the wide one, where the plan has them.
+    shared_gradients: [Option<Mutex<Lease>>; 3],
+    weight_slots: [Option<Mutex<Lease>>; 2],
 }
 
 impl Tiers {
@@ -72,29 +78,24 @@ impl Tiers {
                     let bytes = tile.layout.section_bytes(section, plan.precision);
                     Some(RwLock::new(cutter.cut(bytes)))
                 }
-                Some(Home::Store) | None => None,
+                Some(Home::Device | Home::Store) | None => None,
             };
             homes.push(Section::ALL.map(&mut cut));
             spilled.push(tile.homes.map(|home| home == Some(Home::Store)));
         }
-        let slot = |tile: &crate::plan::TilePlan| tile.layout.elements * plan.gradient_bytes;
-        let sizes: Vec<u64> = match plan.host.gradient_slots {
-            _ if plan.purpose == Purpose::Forward => Vec::new(),
-            GradientSlots::PerTile => plan.tiles.iter().map(slot).collect(),
-            GradientSlots::Shared => {
-                let last = plan.tiles.len() - 1;
-                let block = plan.tiles[1..last].iter().map(slot).max().unwrap_or(0);
-                vec![
-                    block,
-                    block,
-                    slot(&plan.tiles[0]).max(slot(&plan.tiles[last])),
-                ]
-            }
+        let mut slot = |bytes: u64| (bytes > 0).then(|| Mutex::new(cutter.cut(bytes)));
+        let own = |tile: &crate::plan::TilePlan| match tile.gradient {
+            GradientHome::Host => tile.layout.elements * plan.gradient_bytes,
+            GradientHome::Shared | GradientHome::Device => 0,
         };
-        let gradients = sizes
-            .into_iter()
-            .map(|bytes| Mutex::new(cutter.cut(bytes)))
-            .collect();
+        let own_gradients = plan.tiles.iter().map(|tile| slot(own(tile))).collect();
+        let shared = [
+            plan.host.block_slot,
+            plan.host.block_slot,
+            plan.host.wide_slot,
+        ];
+        let shared_gradients = shared.map(&mut slot);
+        let weight_slots = [plan.host.weight_slot; 2].map(&mut slot);
         Tiers {
             device,
             ring,
@@ -105,7 +106,10 @@ impl Tiers {
             layouts: plan.tiles.iter().map(|tile| tile.layout.clone()).collect(),
             homes,
             spilled,
-            gradients,
+            weight_homes: plan.map.weight_homes.clone(),
+            own_gradients,
+            shared_gradients,
+            weight_slots,
         }
     }
 
@@ -150,14 +154,28 @@ impl Tiers {
 
     /// The place of a waiting gradient.
     pub fn gradient(&self, slot: GradientSlot) -> MutexGuard<'_, Lease> {
-        let index = match slot {
-            GradientSlot::Tile(layer) => usize::from(layer),
-            GradientSlot::Block(index) => index as usize,
-            GradientSlot::Wide => 2,
+        let place = match slot {
+            GradientSlot::Tile(layer) => &self.own_gradients[usize::from(layer)],
+            GradientSlot::Block(index) => &self.shared_gradients[index as usize],
+            GradientSlot::Wide => &self.shared_gradients[2],
         };
-        self.gradients[index]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        let place = place
+            .as_ref()
+            .expect("the plan has every slot that its schedule names");
+        place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The place of a weight section of the device while it is updated.
+    pub fn weight_slot(&self, slot: u32) -> MutexGuard<'_, Lease> {
+        let place = self.weight_slots[slot as usize].as_ref();
+        let place = place.expect("the plan has weight slots where weights live on the device");
+        place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Byte offset in the device's arena of a section that lives there.
+    pub fn device_home(&self, layer: u16, section: Section) -> Option<u64> {
+        let home = self.weight_homes[usize::from(layer)];
+        home.filter(|_| section == Section::Weight)
     }
 
     /// The scratch store.
@@ -226,6 +244,17 @@ impl Tiers {
             for extent in 0..layout.extent_count() {
                 let elements = layout.extent_elements(extent);
                 with(extent, &bytes[byte_range(&elements, width)])?;
+            }
+            return Ok(());
+        }
+        if let Some(offset) = self.device_home(layer, section) {
+            let mut slab = self.ring.take();
+            for extent in 0..layout.extent_count() {
+                let range = byte_range(&layout.extent_elements(extent), width);
+                let bytes = &mut slab.as_mut_slice::<u8>()[..range.len()];
+                self.device.copy_out(offset + range.start as u64, bytes);
+                self.device.check()?;
+                with(extent, bytes)?;
             }
             return Ok(());
         }
@@ -340,6 +369,35 @@ impl Tiers {
         self.stats.crossed(Hop::Promote, rows.len() as u64);
         self.device.copy_converted_in(dtype, &rows, out);
         Ok(())
+    }
+
+    /// Demotes a weight section that lives on the device to a slot for its update.
+    pub fn demote_weight(&self, layer: u16, slot: u32) {
+        let (offset, bytes) = self.device_weight(layer);
+        let mut place = self.weight_slot(slot);
+        self.device
+            .copy_out(offset, &mut place.as_mut_slice::<u8>()[..bytes]);
+        self.stats.crossed(Hop::Demote, bytes as u64);
+    }
+
+    /// Promotes an updated weight section from its slot to its home on the device.
+    pub fn return_weight(&self, layer: u16, slot: u32) {
+        let (offset, bytes) = self.device_weight(layer);
+        let place = self.weight_slot(slot);
+        self.device
+            .copy_in(offset, &place.as_slice::<u8>()[..bytes]);
+        self.stats.crossed(Hop::Promote, bytes as u64);
+    }
+
+    fn device_weight(&self, layer: u16) -> (u64, usize) {
+        let offset = self.device_home(layer, Section::Weight);
+        let bytes = self
+            .layout(layer)
+            .section_bytes(Section::Weight, self.precision);
+        (
+            offset.expect("the schedule moves weights that live on the device"),
+            usize::try_from(bytes).expect("a section fits memory"),
+        )
     }
 
     /// Demotes a finished gradient to where it waits.

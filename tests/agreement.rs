@@ -20,7 +20,7 @@ use terrace::host::HostArena;
 use terrace::machine::storage_bytes;
 use terrace::model::ModelSpec;
 use terrace::optimizer::Isa;
-use terrace::plan::{Budgets, Home, Plan, Purpose};
+use terrace::plan::{Budgets, GradientHome, Home, Plan, Purpose, TilePlan};
 use terrace::stats::Stats;
 use terrace::step::{Engine, StepSettings};
 use terrace::store::{Scratch, StoredSection, checksum, disk};
@@ -70,10 +70,23 @@ enum Spilled {
     All,
 }
 
+/// What lives on the device because host lacks room for it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum OnDevice {
+    Nothing,
+    /// Gradients that wait for their update; where none wait, weights.
+    Gradients,
+    /// Those and most blocks' weights.
+    Weights,
+}
+
 /// How it is carried out: nothing here may change a result.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     spilled: Spilled,
+    on_device: OnDevice,
+    /// Layers that are updated under the next forward; with clipping all are.
+    deferred: u16,
     buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     kept: u64,
@@ -86,6 +99,8 @@ struct Way {
 /// The way that others are compared with.
 const PLAIN: Way = Way {
     spilled: Spilled::Nothing,
+    on_device: OnDevice::Nothing,
+    deferred: 0,
     buffers: 2,
     kept: 0,
     isa: Isa::Scalar,
@@ -125,7 +140,8 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
             store: PLENTY,
         };
         let profile = support::profile(numbers.precision);
-        Plan::new(&spec, config, &profile, budgets, Purpose::Train).unwrap()
+        let (purpose, deferred) = (Purpose::Train, way.deferred);
+        Plan::deferring(&spec, config, &profile, budgets, purpose, deferred).unwrap()
     };
     let least = make(&config, PLENTY, PLENTY);
     let bytes = |wanted: &[Section]| -> u64 {
@@ -145,12 +161,59 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
             Spilled::MomentsAndResidual => moments + bytes(&[Section::Residual]),
             Spilled::All => bytes(&Section::ALL),
         };
-    config.memory.recompute = Recompute::Auto;
-    let device = least.map.bytes + way.kept * least.map.workspace.bytes;
-    let plan = make(&config, device, host);
+    let lack = match way.on_device {
+        OnDevice::Nothing => 0,
+        OnDevice::Gradients if waiting(&least) => saved_by_gradients(&least) / 2,
+        // Of three blocks' weights two would be slots for the updates.
+        _ => saved_by_gradients(&least) + least.tiles[1].layout.elements,
+    };
+    let on_device = way.on_device != OnDevice::Nothing;
+    if !on_device {
+        // Room for activations alone, so that nothing else moves there.
+        config.memory.recompute = match way.kept {
+            0 => Recompute::All,
+            kept if kept == MICROS * u64::from(numbers.blocks) => Recompute::None,
+            _ => Recompute::Auto,
+        };
+    }
+    let spare = if on_device { PLENTY } else { 0 };
+    let device = least.map.bytes + way.kept * least.map.workspace.bytes + spare;
+    let plan = make(&config, device, host - lack);
     assert_eq!(plan.kept.len() as u64, way.kept);
     check_spilled(&plan, way.spilled);
+    let moved = plan.map.parked.iter().chain(&plan.map.weight_homes);
+    assert_eq!(moved.flatten().count() > 0, on_device);
+    let weights = plan.map.weight_homes.iter().flatten().count();
+    assert_eq!(
+        weights > 0,
+        on_device && !(way.on_device == OnDevice::Gradients && waiting(&least))
+    );
     plan
+}
+
+fn blocks(plan: &Plan) -> impl Iterator<Item = &TilePlan> {
+    plan.tiles[1..plan.tiles.len() - 1].iter()
+}
+
+/// Bytes that host is spared if every gradient that waits does so on the device.
+fn saved_by_gradients(plan: &Plan) -> u64 {
+    let slot =
+        |tile: &TilePlan| (tile.layout.elements * plan.gradient_bytes).next_multiple_of(4096);
+    let waiting = |tile: &&TilePlan| tile.gradient == GradientHome::Host;
+    let own: u64 = plan.tiles.iter().filter(waiting).map(slot).sum();
+    if own == 0 {
+        return 0;
+    }
+    let [first, .., last] = &plan.tiles[..] else {
+        unreachable!("a model has blocks")
+    };
+    let shared = 2 * slot(&plan.tiles[1]) + slot(first).max(slot(last));
+    own - (shared - 2 * plan.host.block_slot - plan.host.wide_slot)
+}
+
+/// Whether a block's gradient waits for its update.
+fn waiting(plan: &Plan) -> bool {
+    blocks(plan).any(|tile| tile.gradient == GradientHome::Host)
 }
 
 fn check_spilled(plan: &Plan, wanted: Spilled) {
@@ -351,7 +414,7 @@ fn ways() -> Vec<Way> {
         },
         Way {
             engine: Some(IoEngine::Uring),
-            kept: 3,
+            kept: pairs,
             buffers: 3,
             ..spilled(Spilled::All)
         },
@@ -364,8 +427,30 @@ fn ways() -> Vec<Way> {
         Way {
             engine: Some(IoEngine::Uring),
             slabs: 4,
-            kept: pairs,
+            deferred: 2,
             ..spilled(Spilled::All)
+        },
+        Way {
+            deferred: 1,
+            isa: Isa::Avx2,
+            ..PLAIN
+        },
+        Way {
+            on_device: OnDevice::Gradients,
+            deferred: 5,
+            ..PLAIN
+        },
+        Way {
+            on_device: OnDevice::Weights,
+            buffers: 1,
+            isa: Isa::Avx2,
+            ..PLAIN
+        },
+        Way {
+            on_device: OnDevice::Weights,
+            deferred: 3,
+            slabs: 4,
+            ..PLAIN
         },
     ]
 }
@@ -466,7 +551,7 @@ fn other_numbers_give_other_results() {
 const CHILD: Way = Way {
     spilled: Spilled::All,
     engine: None,
-    kept: 2,
+    kept: 0,
     poison: true,
     isa: Isa::Scalar,
     ..PLAIN

@@ -20,7 +20,7 @@ use terrace::Error;
 use terrace::config::{Recompute, RunConfig, Size, StorePath};
 use terrace::model::ModelSpec;
 use terrace::plan::regions::DeviceMap;
-use terrace::plan::{Budgets, DeviceProfile, Home, Plan, Purpose, TilePlan};
+use terrace::plan::{Budgets, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan};
 use terrace::schedule::{Action, Form, Lane, Schedule};
 use terrace::tile::{GradientDtype, Precision, Section};
 
@@ -32,6 +32,7 @@ const PLENTY: u64 = 1 << 50;
 struct Case {
     spec: ModelSpec,
     config: RunConfig,
+    deferred: u16,
 }
 
 impl std::fmt::Debug for Case {
@@ -41,7 +42,8 @@ impl std::fmt::Debug for Case {
         let size = (s.blocks, s.hidden, s.vocab_size, s.tied);
         write!(
             f,
-            "(blocks, hidden, vocab, tied) = {size:?}; {}",
+            "(blocks, hidden, vocab, tied) = {size:?}; {} deferred; {}",
+            self.deferred,
             set.join("; ")
         )
     }
@@ -53,12 +55,14 @@ impl Case {
     }
 
     fn plan_for(&self, budgets: Budgets, purpose: Purpose) -> Result<Plan, Error> {
-        Plan::new(
+        let device = DeviceProfile::cpu();
+        Plan::deferring(
             &self.spec,
             &self.config,
-            &DeviceProfile::cpu(),
+            &device,
             budgets,
             purpose,
+            self.deferred,
         )
     }
 
@@ -98,6 +102,7 @@ prop_compose! {
         clips: bool,
         fp32: bool,
         long_gradients: bool,
+        deferred in 0u16..=8,
         recompute in prop::sample::select(vec![Recompute::Auto, Recompute::All, Recompute::None]),
     ) -> Case {
         let spec = support::spec(blocks, hidden, vocab, tied);
@@ -110,7 +115,7 @@ prop_compose! {
         if long_gradients {
             config.train.gradient_dtype = GradientDtype::F32;
         }
-        Case { spec, config }
+        Case { spec, config, deferred }
     }
 }
 
@@ -154,10 +159,15 @@ fn check_homes(plan: &Plan) -> Result<(), TestCaseError> {
     }
     let rings = plan.host.slabs * plan.host.slab_bytes;
     prop_assert_eq!(plan.host.homes, homes);
-    prop_assert_eq!(plan.host.bytes, homes + plan.host.gradients + rings);
+    let weights = 2 * plan.host.weight_slot;
+    prop_assert_eq!(
+        plan.host.bytes,
+        homes + plan.host.gradients + weights + rings
+    );
     prop_assert!(plan.host.bytes <= plan.budgets.host);
     prop_assert!(plan.map.bytes <= plan.budgets.device);
     prop_assert!(plan.spilled_bytes <= plan.budgets.store);
+    check_gradients(plan)?;
     let spilled = spilled(plan);
     let Some(last) = spilled.iter().map(|(section, _)| rank(*section)).max() else {
         return Ok(());
@@ -174,6 +184,62 @@ fn check_homes(plan: &Plan) -> Result<(), TestCaseError> {
         rank(*section) == last && plan.host.bytes + bytes <= plan.budgets.host
     });
     prop_assert_eq!(fitting, None);
+    Ok(())
+}
+
+/// Gradients of deferred tiles wait in places of their own, the others go through shared slots;
+/// what is on the device has a region there, and host has the slots that the schedule names.
+fn check_gradients(plan: &Plan) -> Result<(), TestCaseError> {
+    let last = usize::from(plan.layer_count()) - 1;
+    let mut own = 0;
+    for (layer, tile) in plan.tiles.iter().enumerate() {
+        let bytes = (tile.layout.elements * plan.gradient_bytes).next_multiple_of(4096);
+        let shared = match layer == 0 || layer == last {
+            true => plan.host.wide_slot,
+            false => plan.host.block_slot,
+        };
+        let waits = tile.gradient != GradientHome::Shared;
+        prop_assert_eq!(waits, layer < usize::from(plan.deferred));
+        if tile.gradient == GradientHome::Host {
+            own += bytes;
+        } else {
+            prop_assert!(shared >= bytes);
+        }
+        let on_device = tile.gradient == GradientHome::Device;
+        prop_assert_eq!(plan.map.parked[layer].is_some(), on_device);
+        let weight = tile.home(Section::Weight) == Home::Device;
+        prop_assert_eq!(plan.map.weight_homes[layer].is_some(), weight);
+        let bytes = tile
+            .layout
+            .section_slot_bytes(Section::Weight, plan.precision);
+        prop_assert!(!weight || plan.host.weight_slot >= bytes);
+    }
+    let shared = 2 * plan.host.block_slot + plan.host.wide_slot;
+    prop_assert_eq!(plan.host.gradients, own + shared);
+    Ok(())
+}
+
+/// The device is a home only to what host has no room for.
+fn check_spare(case: &Case, plan: &Plan) -> Result<(), TestCaseError> {
+    let at_home = plan.map.parked.iter().chain(&plan.map.weight_homes);
+    if at_home.flatten().count() == 0 {
+        return Ok(());
+    }
+    let mut least = case.clone();
+    if least.config.memory.recompute == Recompute::Auto {
+        least.config.memory.recompute = Recompute::All;
+    }
+    let device = least.roomy().map.bytes;
+    match least.plan(budgets(device, plan.budgets.host, PLENTY)) {
+        Ok(without) => {
+            prop_assert!(without.spilled_bytes > 0);
+            prop_assert!(without.spilled_bytes >= plan.spilled_bytes);
+        }
+        Err(error) => {
+            let of_host = matches!(error, Error::Budget { tier: "host", .. });
+            prop_assert!(of_host, "{}", error);
+        }
+    }
     Ok(())
 }
 
@@ -271,6 +337,16 @@ fn regions(plan: &Plan) -> Vec<(String, u64, u64)> {
         let name = format!("anchor {layer} {micro}");
         add(&name, map.anchor(layer, micro), map.anchor_bytes);
     }
+    for layer in 0..=head {
+        let home = |places: &[Option<u64>]| places[usize::from(layer)];
+        if let Some(start) = home(&map.weight_homes) {
+            add(&format!("weight {layer}"), start, bytes(layer, weight));
+        }
+        if let Some(start) = home(&map.parked) {
+            let bytes = bytes(layer, plan.gradient_bytes);
+            add(&format!("gradient {layer}"), start, bytes);
+        }
+    }
     for (index, start) in map.kept.iter().enumerate() {
         add(&format!("kept {index}"), *start, map.workspace.bytes);
     }
@@ -327,6 +403,7 @@ proptest! {
             Ok(plan) => {
                 check_homes(&plan)?;
                 check_regions(&plan)?;
+                check_spare(&case, &plan)?;
                 prop_assert_eq!(case.plan(given).unwrap(), plan);
             }
             Err(error) => check_refusal(&case, given, &error)?,
@@ -369,7 +446,10 @@ fn a_store_without_space_is_not_called_missing() {
     let mut case = Case {
         spec: support::spec(3, 16, 17, false),
         config: support::config(32, 2),
+        deferred: 0,
     };
+    // The device has no room to spare either.
+    case.config.memory.recompute = Recompute::None;
     let roomy = case.roomy();
     let given = budgets(roomy.map.bytes, roomy.host.bytes - 1, 0);
     let refusal = |case: &Case| case.plan(given).unwrap_err().to_string();
@@ -381,6 +461,29 @@ fn a_store_without_space_is_not_called_missing() {
     let named = "; memory.store has no space in full: make some, name another directory, or raise \
                  memory.host by ";
     assert!(refusal(&case).contains(named), "{}", refusal(&case));
+}
+
+/// A plan whose host lacks `lack` percent of what can live on the device, which has room for
+/// `spare` percent of it and for `kept` activations.
+fn crowded(case: &Case, kept: u64, lack: u64, spare: u64) -> Plan {
+    let mut case = case.clone();
+    case.config.memory.recompute = Recompute::All;
+    let roomy = case.roomy();
+    let weight = Section::Weight.element_bytes(roomy.precision);
+    let last = roomy.tiles.len() - 1;
+    let tiles = roomy.tiles.iter().enumerate();
+    let movable: u64 = tiles
+        .map(|(layer, tile)| {
+            let waits = u64::from(tile.gradient == GradientHome::Host);
+            let block = u64::from(layer > 0 && layer < last);
+            tile.layout.elements * (waits * roomy.gradient_bytes + block * weight)
+        })
+        .sum();
+    case.config.memory.recompute = Recompute::Auto;
+    let host = roomy.host.bytes - movable * lack / 100;
+    let device = roomy.map.bytes + movable * spare / 100 + kept * roomy.map.workspace.bytes;
+    case.plan(budgets(device, host, PLENTY))
+        .expect("the store has room")
 }
 
 /// A plan with some activations kept.
@@ -406,27 +509,31 @@ fn schedules(plan: &Plan) -> Vec<Schedule> {
 /// Actions of a step: each term is one kind of action, or those of one loop.
 fn action_count(plan: &Plan, schedule: &Schedule) -> u64 {
     let (blocks, micros) = (u64::from(plan.blocks), u64::from(schedule.micros));
-    let forward = micros + 2 * (blocks + 1) + blocks * micros + micros;
+    let count = |places: &[Option<u64>]| places.iter().flatten().count() as u64;
+    let (here, parked) = (count(&plan.map.weight_homes), count(&plan.map.parked));
+    let forward = micros + 2 * (blocks + 1) - here + blocks * micros + micros;
     if schedule.form != Form::Train {
         return forward;
     }
-    let promotes = blocks.saturating_sub(plan.map.shape.buffers);
+    let promotes = (blocks - here).saturating_sub(plan.map.shape.buffers);
     let clears = blocks + 2;
-    let finished = 3 * (blocks + 2);
+    let finished = 3 * (blocks + 2) + parked + 2 * here;
     let backward = promotes + blocks + blocks * micros + micros + clears + finished;
     forward + backward + u64::from(plan.clipping)
 }
 
 /// Lane orders: each lane first, and each last.
-const ORDERS: [[usize; 4]; 8] = [
-    [0, 1, 2, 3],
-    [1, 0, 2, 3],
-    [2, 3, 0, 1],
-    [3, 2, 1, 0],
-    [1, 2, 3, 0],
-    [0, 2, 3, 1],
-    [0, 1, 3, 2],
-    [1, 3, 0, 2],
+const ORDERS: [[usize; 5]; 10] = [
+    [0, 1, 2, 3, 4],
+    [1, 0, 2, 3, 4],
+    [2, 3, 4, 0, 1],
+    [3, 4, 2, 1, 0],
+    [4, 3, 2, 1, 0],
+    [1, 2, 3, 4, 0],
+    [0, 2, 3, 4, 1],
+    [0, 1, 3, 4, 2],
+    [4, 1, 0, 2, 3],
+    [1, 3, 2, 0, 4],
 ];
 
 fn replay(plan: &Plan, schedule: &Schedule, seed: u64) -> Result<(), String> {
@@ -526,8 +633,16 @@ proptest! {
     #![proptest_config(random_cases(128))]
 
     #[test]
-    fn a_schedule_is_right_under_every_interleaving(case in cases(), kept in 0u64..=24, seed: u64) {
-        let plan = keeping(&case, kept);
+    fn a_schedule_is_right_under_every_interleaving(
+        case in cases(),
+        kept in 0u64..=24,
+        lack in 0u64..=100,
+        spare in 0u64..=120,
+        seed: u64,
+    ) {
+        let plan = crowded(&case, kept, lack, spare);
+        check_regions(&plan)?;
+        check_gradients(&plan)?;
         for block in 0..=plan.blocks {
             for micro in 0..=case.config.train.micro_batches as u32 {
                 let slot = plan.kept.iter().position(|pair| *pair == (block, micro));
@@ -550,6 +665,7 @@ proptest! {
 #[test]
 fn every_wait_is_needed_or_implied_by_others() {
     let mut waits = Waits::default();
+    let (mut homes, mut parked) = (0, 0);
     for (blocks, micros, buffers) in [
         (1, 1, 1),
         (2, 2, 1),
@@ -563,9 +679,23 @@ fn every_wait_is_needed_or_implied_by_others() {
             config.memory.buffers = buffers;
             config.train.max_grad_norm = norm;
             let spec = support::spec(blocks, 16, 17, tied);
-            let plan = keeping(&Case { spec, config }, 1);
-            for schedule in schedules(&plan) {
-                take_out_each(&plan, &schedule, 7, &mut waits);
+            let case = |deferred| Case {
+                spec: spec.clone(),
+                config: config.clone(),
+                deferred,
+            };
+            // All in host; gradients on the device; weights too; updates in both orders.
+            let plans = [
+                keeping(&case(0), 1),
+                crowded(&case(blocks + 2), 1, 40, 120),
+                crowded(&case(2), 0, 90, 120),
+            ];
+            for plan in plans {
+                homes += plan.map.weight_homes.iter().flatten().count();
+                parked += plan.map.parked.iter().flatten().count();
+                for schedule in schedules(&plan) {
+                    take_out_each(&plan, &schedule, 7, &mut waits);
+                }
             }
         }
     }
@@ -579,6 +709,10 @@ fn every_wait_is_needed_or_implied_by_others() {
         "nothing needs these waits"
     );
     assert!(waits.caught > 500);
+    assert!(
+        homes > 10 && parked > 10,
+        "{homes} weights, {parked} gradients"
+    );
 }
 
 #[test]
@@ -586,6 +720,7 @@ fn the_machine_sees_a_schedule_without_any_wait_between_lanes() {
     let case = Case {
         spec: support::spec(3, 16, 17, false),
         config: support::config(32, 2),
+        deferred: 0,
     };
     let plan = keeping(&case, 0);
     let mut schedule = Schedule::train(&plan);
@@ -593,7 +728,7 @@ fn the_machine_sees_a_schedule_without_any_wait_between_lanes() {
         scheduled.after.clear();
     }
     for lane in [Lane::Compute, Lane::Up, Lane::Down, Lane::Update] {
-        let mut order = [0, 1, 2, 3];
+        let mut order = [0, 1, 2, 3, 4];
         order.swap(0, lane as usize);
         let replayed = Machine::new(&plan, &schedule, STEPS).finish_in_order(order);
         assert!(replayed.is_err(), "{lane:?} first");

@@ -200,7 +200,7 @@ fn stories() -> Vec<Vec<Kill>> {
         &["update:update:6:4"],
         &["update:update:12:1"],
         &["update:update:17:5", "compute:backward:18:1"],
-        &["up:promote:8:2"],
+        &["up:promote:8:1"],
         &["up:gather:10", "up:gather:10"],
         &["down:demote:9:2"],
         &["compute:loss:13:2"],
@@ -219,8 +219,15 @@ fn stories() -> Vec<Vec<Kill>> {
     stories.iter().map(story).collect()
 }
 
-/// Room for gradients and slabs alone: weights spill too.
-const NO_HOMES: [&str; 4] = ["--set", "memory.host=203KB", "--set", "memory.buffers=1"];
+/// Room for gradients and slabs alone, and none to spare on the device: weights spill too.
+const NO_HOMES: [&str; 6] = [
+    "--set",
+    "memory.host=203KB",
+    "--set",
+    "memory.buffers=1",
+    "--set",
+    "memory.recompute=none",
+];
 
 /// Kills and resumes one run as its story says; the instants that were reached. Some
 /// processes have their weights spilled too.

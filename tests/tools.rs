@@ -402,15 +402,15 @@ fn budgets_that_are_too_small_are_refused_with_the_missing_bytes() {
     );
     refused(
         "memory.host=100KiB",
-        "host memory: needs 2207744 bytes, budget 102400 (2105344 missing); with every section \
-         spilled, gradients (110592 bytes) and the slab ring (2097152 bytes) remain: raise \
+        "host memory: needs 2203648 bytes, budget 102400 (2101248 missing); with every section \
+         spilled, gradients (106496 bytes) and the slab ring (2097152 bytes) remain: raise \
          memory.host, lower memory.slabs, or set train.max_grad_norm = 0 so that gradients need \
          not wait for the norm",
     );
     refused(
         "memory.host=2300KiB",
-        "store memory: needs 520192 bytes, budget 0 (520192 missing); name a directory on NVMe \
-         in memory.store, or raise memory.host by 520192 bytes",
+        "store memory: needs 503808 bytes, budget 0 (503808 missing); name a directory on NVMe \
+         in memory.store, or raise memory.host by 503808 bytes",
     );
 }
 
@@ -472,7 +472,7 @@ fn a_store_that_is_full_is_refused_with_the_missing_bytes() {
         "{SPILLED} --set memory.store=[{{path=\"full\",size=\"1MiB\"}}]"
     ));
     assert_eq!((sized.code, room.listing()), (2, before), "{sized:?}");
-    let start = "terrace: store memory: needs 520192 bytes, budget ";
+    let start = "terrace: store memory: needs 503808 bytes, budget ";
     let end = "full/scratch.tiles is too full; free space or lower memory.store\n";
     assert!(
         sized.err.starts_with(start) && sized.err.ends_with(end),
@@ -491,7 +491,7 @@ fn an_auto_store_on_a_mount_point_counts_that_file_system() {
     let plan = format!("{SPILLED} --set memory.store=full");
     let ended = room.terrace(&plan.replace("train", "plan"));
     assert_eq!(ended.code, 2, "{ended:?}");
-    let start = "terrace: store memory: needs 520192 bytes, budget ";
+    let start = "terrace: store memory: needs 503808 bytes, budget ";
     let budget = ended
         .err
         .strip_prefix(start)

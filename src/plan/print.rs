@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use super::{GradientSlots, Home, Plan};
+use super::regions::HOMES;
+use super::{GradientHome, Plan};
 use crate::schedule::simulate::{Prediction, Rates};
 use crate::tile::Section;
 
@@ -32,18 +33,26 @@ pub fn count_text(count: u64) -> String {
 }
 
 impl Plan {
-    /// Bytes of the sections of a kind with homes in host and in the store.
-    fn placed(&self, section: Section) -> (u64, u64) {
-        let mut placed = (0, 0);
+    /// Bytes of the sections of a kind with homes on the device, in host and in the store.
+    fn placed(&self, section: Section) -> [u64; 3] {
+        let mut placed = [0; 3];
         for tile in &self.tiles {
-            let bytes = tile.layout.section_bytes(section, self.precision);
-            match tile.homes[section as usize] {
-                Some(Home::Host) => placed.0 += bytes,
-                Some(Home::Store) => placed.1 += bytes,
-                None => {}
+            if let Some(home) = tile.homes[section as usize] {
+                placed[home as usize] += tile.layout.section_bytes(section, self.precision);
             }
         }
         placed
+    }
+
+    /// Bytes of gradients that wait on the device.
+    fn parked_bytes(&self) -> u64 {
+        let parked = self
+            .tiles
+            .iter()
+            .filter(|tile| tile.gradient == GradientHome::Device);
+        parked
+            .map(|tile| tile.layout.elements * self.gradient_bytes)
+            .sum()
     }
 
     /// The table that `terrace plan` prints.
@@ -61,14 +70,25 @@ impl Plan {
             }
         };
         for section in Section::present(self.precision) {
-            let (host, store) = self.placed(section);
-            line(&section.to_string(), shown(host), shown(store), "-".into());
+            let [device, host, store] = self.placed(section);
+            line(
+                &section.to_string(),
+                shown(host),
+                shown(store),
+                shown(device),
+            );
         }
-        let waiting = match self.host.gradient_slots {
-            GradientSlots::PerTile => "gradients that wait for the norm",
-            GradientSlots::Shared => "gradient slots",
+        let waiting = match (self.clipping, self.deferred) {
+            (true, _) => "gradients that wait for the norm",
+            (false, 0) => "gradient slots",
+            (false, _) => "gradients that wait for their turn",
         };
-        line(waiting, shown(self.host.gradients), "-".into(), "-".into());
+        let parked = shown(self.parked_bytes());
+        line(waiting, shown(self.host.gradients), "-".into(), parked);
+        if self.host.weight_slot > 0 {
+            let slots = shown(2 * self.host.weight_slot);
+            line("weights under update", slots, "-".into(), "-".into());
+        }
         let ring = self.host.slabs * self.host.slab_bytes;
         line(
             &format!("{} slabs", self.host.slabs),
@@ -76,10 +96,18 @@ impl Plan {
             "-".into(),
             "-".into(),
         );
-        for (name, bytes) in &self.map.parts {
+        // What is at home there has lines of its own above.
+        let parts = self.map.parts.iter().filter(|(name, _)| *name != HOMES);
+        for (name, bytes) in parts {
             line(name, "-".into(), "-".into(), shown(*bytes));
         }
-        let totals = (self.host.bytes, self.spilled_bytes, self.map.bytes);
+        let fixed = self.device.fixed_bytes;
+        if fixed > 0 {
+            let name = "context, kernels, workspaces";
+            line(name, "-".into(), "-".into(), shown(fixed));
+        }
+        let device = self.map.bytes + fixed;
+        let totals = (self.host.bytes, self.spilled_bytes, device);
         line("total", shown(totals.0), shown(totals.1), shown(totals.2));
         let budgets = (self.budgets.host, self.budgets.store, self.budgets.device);
         line(
@@ -141,10 +169,10 @@ impl Plan {
     pub fn json(&self, prediction: &Prediction, rates: &Rates) -> serde_json::Value {
         let sections: serde_json::Map<String, serde_json::Value> = Section::present(self.precision)
             .map(|section| {
-                let (host, store) = self.placed(section);
+                let [device, host, store] = self.placed(section);
                 (
                     section.to_string(),
-                    serde_json::json!({ "host": host, "store": store }),
+                    serde_json::json!({ "device": device, "host": host, "store": store }),
                 )
             })
             .collect();
@@ -158,6 +186,8 @@ impl Plan {
             "device": self.device.name,
             "parameters": self.parameters,
             "clipping": self.clipping,
+            "deferred_layers": self.deferred,
+            "gradients_on_device": self.parked_bytes(),
             "budgets": {
                 "device": self.budgets.device,
                 "host": self.budgets.host,
@@ -167,10 +197,12 @@ impl Plan {
                 "total": self.host.bytes,
                 "homes": self.host.homes,
                 "gradients": self.host.gradients,
+                "weight_slots": 2 * self.host.weight_slot,
                 "slabs": self.host.slabs, "slab_bytes": self.host.slab_bytes,
             },
             "store": { "total": self.spilled_bytes },
             "device_arena": { "total": self.map.bytes, "parts": parts },
+            "device_fixed": self.device.fixed_bytes,
             "checkpoint": { "total": self.checkpoint_bytes },
             "sections": sections,
             "kept": self.kept.len(),

@@ -8,6 +8,7 @@
 //!
 //! What is written into a region, and when, is `schedule`'s; the launches are `layer`'s.
 
+use super::{GradientHome, Home, TilePlan};
 use crate::model::ModelSpec;
 use crate::tile::{Precision, Section, TileLayout};
 
@@ -17,12 +18,25 @@ pub const REGION_ALIGN: u64 = 256;
 /// Bytes of a map that no address space holds: sizes end here instead of wrapping around.
 pub(super) const TOO_LARGE: u64 = u64::MAX;
 
+/// Name of the part that holds weights and gradients that live on the device.
+pub(super) const HOMES: &str = "weights and gradients at home";
+
 /// Bytes of an f32.
 const F32: u64 = 4;
 
 /// The product, or [`TOO_LARGE`].
 fn product(factors: [u64; 3]) -> u64 {
     factors.into_iter().fold(1, u64::saturating_mul)
+}
+
+/// By layer, the offset of what lives on the device.
+type Homes = Vec<Option<u64>>;
+
+/// A size in whole alignments, or [`TOO_LARGE`].
+fn aligned(bytes: u64) -> u64 {
+    bytes
+        .checked_next_multiple_of(REGION_ALIGN)
+        .unwrap_or(TOO_LARGE)
 }
 
 /// Hands out regions one after another.
@@ -36,9 +50,7 @@ struct Cutter {
 impl Cutter {
     fn cut(&mut self, bytes: u64) -> u64 {
         let offset = self.next;
-        let end = offset.checked_add(bytes);
-        let end = end.and_then(|end| end.checked_next_multiple_of(REGION_ALIGN));
-        self.next = end.unwrap_or(TOO_LARGE);
+        self.next = aligned(offset.saturating_add(bytes));
         offset
     }
 
@@ -50,6 +62,25 @@ impl Cutter {
     fn part(&mut self, name: &'static str) {
         let before: u64 = self.parts.iter().map(|(_, bytes)| bytes).sum();
         self.parts.push((name, self.next - before));
+    }
+
+    /// Homes of weights, and places of gradients that wait, by layer.
+    fn cut_homes(&mut self, shape: &DeviceShape, tiles: &[TilePlan]) -> (Homes, Homes) {
+        let mut cut = |bytes: u64, is_here: &dyn Fn(&TilePlan) -> bool| {
+            let home = |tile: &TilePlan| {
+                let here = is_here(tile);
+                here.then(|| self.cut(tile.layout.elements * bytes))
+            };
+            tiles.iter().map(home).collect()
+        };
+        let weight = Section::Weight;
+        let weights = cut(weight.element_bytes(shape.precision), &|tile| {
+            tile.homes[weight as usize] == Some(Home::Device)
+        });
+        let gradients = cut(shape.gradient_bytes, &|tile| {
+            tile.gradient == GradientHome::Device
+        });
+        (weights, gradients)
     }
 
     /// f32 accumulators of the head and the embed tile of that many elements. Tied, both are full
@@ -254,6 +285,8 @@ pub struct DeviceShape {
     pub converts_weights: bool,
     /// Format of weights.
     pub precision: Precision,
+    /// Bytes of an element of a finished gradient.
+    pub gradient_bytes: u64,
     /// Gradients and kept activations are needed; a forward-only map has neither.
     pub trains: bool,
 }
@@ -281,6 +314,10 @@ pub struct DeviceMap {
     pub anchors: u64,
     /// Bytes from one anchor to the next.
     pub anchor_bytes: u64,
+    /// By layer: its weight section's home, where that is the device.
+    pub weight_homes: Vec<Option<u64>>,
+    /// By layer: where its finished gradient waits, where that is the device.
+    pub parked: Vec<Option<u64>>,
     /// cos and sin of every position, f32 `[seq_len, 2, D/2]`.
     pub rope: u64,
     /// Offsets within a workspace.
@@ -304,12 +341,14 @@ pub struct DeviceMap {
 }
 
 impl DeviceMap {
-    /// Lays out the arena for `shape`.
-    pub fn new(spec: &ModelSpec, shape: DeviceShape) -> DeviceMap {
+    /// Lays out the arena for `shape` and for what `tiles` have on the device; none for a map
+    /// without homes.
+    pub fn new(spec: &ModelSpec, shape: DeviceShape, tiles: &[TilePlan]) -> DeviceMap {
         let act = shape.activation_bytes;
         let layout = |layer: u16| spec.tile_layout(layer);
         let (embed, block, head) = (layout(0), layout(1), layout(spec.layer_count() - 1));
         let weight = |of: &TileLayout| of.section_bytes(Section::Weight, shape.precision);
+        let train = u64::from(shape.trains);
         let mut cutter = Cutter::default();
 
         let buffers = cutter.cut_all(shape.buffers, weight(&block));
@@ -323,26 +362,24 @@ impl DeviceMap {
             .then(|| cutter.cut(block.elements.max(head_elements) * act));
         cutter.part("weights in the arithmetic's format");
 
-        let train = u64::from(shape.trains);
         let accumulators = cutter.cut_all(2, block.elements * F32 * train);
         let ends = (head.elements * train, embed.elements * train);
         let (head_accumulator, embed_accumulator) = cutter.cut_accumulators(ends, spec.tied);
         cutter.part("gradient accumulators");
 
-        let anchor_bytes = product([shape.tokens, spec.hidden, act]);
-        let anchor_bytes = anchor_bytes
-            .checked_next_multiple_of(REGION_ALIGN)
-            .unwrap_or(TOO_LARGE);
+        let anchor_bytes = aligned(product([shape.tokens, spec.hidden, act]));
         let anchor_layers = 1 + u64::from(spec.blocks) * train;
         let anchors = cutter.cut(product([anchor_bytes, anchor_layers, shape.micros]));
         cutter.part("anchors");
 
+        let (weight_homes, parked) = cutter.cut_homes(&shape, tiles);
+        cutter.part(HOMES);
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
         let kept = cutter.cut_all(shape.kept, workspace.bytes);
         cutter.part("kept activations");
 
         let rope = cutter.cut(shape.seq_len * spec.head_dim * F32);
-        // Blocks and head never compute at once: their scratch is one region.
+        // Blocks and head never compute at once.
         let scratch = cutter.next;
         let shared_workspace = cutter.cut(workspace.bytes);
         let backward_scratch = BackwardScratch::new(spec, shape.tokens, act);
@@ -362,6 +399,8 @@ impl DeviceMap {
             embed_accumulator,
             anchors,
             anchor_bytes,
+            weight_homes,
+            parked,
             rope,
             workspace,
             shared_workspace,

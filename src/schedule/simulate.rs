@@ -8,7 +8,10 @@
 //! Pure: the rates are measured elsewhere.
 
 use super::{Action, Buffer, Form, Lane, Schedule};
-use crate::plan::{Home, Plan};
+use crate::config::RunConfig;
+use crate::error::{Error, Result};
+use crate::model::ModelSpec;
+use crate::plan::{Budgets, DeviceProfile, Home, Plan, Purpose};
 use crate::tile::{Section, TileLayout};
 
 /// What a machine can do, in bytes, FLOPs or parameters a second.
@@ -112,7 +115,6 @@ fn work(plan: &Plan, action: Action) -> Work {
             0
         }
     };
-    let per_token = tokens as f64;
     match action {
         Action::Gather { .. } => Work {
             promote: tokens * plan.map.anchor_bytes / tokens.max(1),
@@ -132,23 +134,12 @@ fn work(plan: &Plan, action: Action) -> Work {
                 ..Work::default()
             }
         }
-        Action::Forward { .. } | Action::ForwardOnly { .. } => Work {
-            flops: plan.flops.block * per_token,
+        Action::DemoteWeight { layer, .. } => Work {
+            demote: section_bytes(layer, Section::Weight),
             ..Work::default()
         },
-        Action::Backward { kept, .. } => {
-            let passes = if kept.is_some() { 2.0 } else { 3.0 };
-            Work {
-                flops: passes * plan.flops.block * per_token,
-                ..Work::default()
-            }
-        }
-        Action::Loss { .. } => Work {
-            flops: 3.0 * plan.flops.head * per_token,
-            ..Work::default()
-        },
-        Action::Evaluate { .. } => Work {
-            flops: plan.flops.head * per_token,
+        Action::Return { layer, .. } => Work {
+            promote: section_bytes(layer, Section::Weight),
             ..Work::default()
         },
         Action::Demote { layer, .. } => Work {
@@ -168,8 +159,68 @@ fn work(plan: &Plan, action: Action) -> Work {
                 ..Work::default()
             }
         }
+        _ => compute_work(plan, action),
+    }
+}
+
+fn compute_work(plan: &Plan, action: Action) -> Work {
+    let per_token = plan.map.shape.tokens as f64;
+    match action {
+        Action::Forward { .. } | Action::ForwardOnly { .. } => Work {
+            flops: plan.flops.block * per_token,
+            ..Work::default()
+        },
+        Action::Backward { kept, .. } => {
+            let passes = if kept.is_some() { 2.0 } else { 3.0 };
+            Work {
+                flops: passes * plan.flops.block * per_token,
+                ..Work::default()
+            }
+        }
+        Action::Loss { .. } => Work {
+            flops: 3.0 * plan.flops.head * per_token,
+            ..Work::default()
+        },
+        Action::Evaluate { .. } => Work {
+            flops: plan.flops.head * per_token,
+            ..Work::default()
+        },
         _ => Work::default(),
     }
+}
+
+/// The plan of a training run with its prediction. Without clipping, and where arithmetic and AdamW
+/// do not share cores, as many updates run under the next forward as make the step shortest: none
+/// unless that saves a hundredth, since gradients that wait take memory.
+pub fn fastest(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    device: &DeviceProfile,
+    budgets: Budgets,
+    rates: &Rates,
+) -> Result<(Plan, Prediction)> {
+    let plan = |deferred| {
+        let plan = Plan::deferring(spec, config, device, budgets, Purpose::Train, deferred)?;
+        let prediction = simulate(&plan, &Schedule::train(&plan), rates);
+        Ok::<_, Error>((plan, prediction))
+    };
+    let mut best = plan(0)?;
+    if best.0.clipping || rates.shared_cores {
+        return Ok(best);
+    }
+    const TRIALS: u16 = 16;
+    let layers = spec.layer_count();
+    for trial in 1..=TRIALS.min(layers) {
+        let deferred = u32::from(layers) * u32::from(trial) / u32::from(TRIALS.min(layers));
+        let deferred = u16::try_from(deferred).expect("at most all layers");
+        // Gradients that find no room make a plan worse, or none.
+        let Ok(other) = plan(deferred) else { continue };
+        let spills_more = other.0.spilled_bytes > best.0.spilled_bytes;
+        if !spills_more && other.1.step_seconds < best.1.step_seconds * 0.99 {
+            best = other;
+        }
+    }
+    Ok(best)
 }
 
 /// Runs three steps of the schedule and reports the last.
@@ -198,7 +249,7 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
         prediction.update_seconds += work.parameters as f64 / rates.adamw;
     }
     let mut ended = vec![vec![0.0f64; count]; STEPS];
-    let mut free = [0.0f64; 4];
+    let mut free = [0.0f64; Lane::ALL.len()];
     let mut store_free = 0.0f64;
     let mut step_end = [0.0f64; STEPS];
     for step in 0..STEPS {

@@ -10,9 +10,9 @@ use crate::device::{Dtype, Queue, View};
 use crate::error::{Error, Result};
 use crate::layer::{self, HeadTemplate};
 use crate::layer::{BlockUse, HeadAccumulators, HeadUse};
-use crate::schedule::{Accumulator, Action, Buffer, Lane};
+use crate::schedule::{Accumulator, Action, Buffer, Finished, Lane};
 use crate::stats::Wait;
-use crate::tile::Precision;
+use crate::tile::{Precision, Section};
 
 /// A lane's thread: passes until the engine is dropped or a lane fails.
 pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
@@ -34,6 +34,7 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
     match lane {
         Lane::Up => shared.tiers.device.enter(Queue::Up),
         Lane::Down => shared.tiers.device.enter(Queue::Down),
+        Lane::Return => shared.tiers.device.enter(Queue::Return),
         Lane::Compute | Lane::Update => {}
     }
     let mut states = crate::transfer::states::StateStream::new(&shared.tiers);
@@ -44,6 +45,7 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
             lane => walk(shared, lane, &pass, |index, action| {
                 let result = match lane {
                     Lane::Up => shared.up(&pass, action),
+                    Lane::Return => shared.give_back(action),
                     _ => shared.down(action),
                 };
                 result?;
@@ -129,6 +131,7 @@ fn lane_name(lane: Lane) -> &'static str {
         Lane::Up => "up",
         Lane::Down => "down",
         Lane::Update => "update",
+        Lane::Return => "return",
     }
 }
 
@@ -161,16 +164,25 @@ impl Shared {
     }
 
     fn down(&self, action: Action) -> Result<()> {
-        let Action::Demote {
-            layer,
-            accumulator,
-            slot,
-        } = action
-        else {
-            unreachable!("{action:?} is not an action of the down lane");
+        match action {
+            Action::Demote { layer, from, slot } => {
+                let gradient = match from {
+                    Finished::In(accumulator) => self.finished_gradient(layer, accumulator),
+                    Finished::Parked => self.parked_gradient(layer),
+                };
+                self.tiers.demote_gradient(gradient, slot);
+            }
+            Action::DemoteWeight { layer, slot } => self.tiers.demote_weight(layer, slot),
+            other => unreachable!("{other:?} is not an action of the down lane"),
+        }
+        Ok(())
+    }
+
+    fn give_back(&self, action: Action) -> Result<()> {
+        let Action::Return { layer, slot } = action else {
+            unreachable!("{action:?} is not an action of the return lane");
         };
-        self.tiers
-            .demote_gradient(self.finished_gradient(layer, accumulator), slot);
+        self.tiers.return_weight(layer, slot);
         Ok(())
     }
 
@@ -198,6 +210,17 @@ impl Shared {
         }
     }
 
+    /// A finished gradient where it waits on the device.
+    pub(super) fn parked_gradient(&self, layer: u16) -> View {
+        let offset = self.plan.map.parked[usize::from(layer)];
+        let dtype = match self.plan.gradient_bytes {
+            2 => Dtype::Bf16,
+            _ => Dtype::F32,
+        };
+        let offset = offset.expect("the plan has a place for a gradient that is parked");
+        View::new(offset, self.tiers.layout(layer).elements, dtype)
+    }
+
     /// Byte offsets of the bound weights: the layer's own, and the embed tile's for a tied head.
     fn bound(&self, layer: u16) -> (u64, u64) {
         let map = &self.plan.map;
@@ -210,7 +233,9 @@ impl Shared {
             (map.head_weight, map.tied_weight.unwrap_or(map.head_weight))
         } else {
             let buffer = usize::from(layer - 1) % map.buffers.len();
-            (map.buffers[buffer], map.buffers[buffer])
+            let home = self.tiers.device_home(layer, Section::Weight);
+            let weights = home.unwrap_or(map.buffers[buffer]);
+            (weights, weights)
         }
     }
 
@@ -233,6 +258,10 @@ impl Shared {
         };
         match buffer {
             Buffer::Block(index) => convert(layer, map.buffers[index as usize], own),
+            Buffer::Home(_) => {
+                let home = self.tiers.device_home(layer, Section::Weight);
+                convert(layer, home.expect("it lives on the device"), own);
+            }
             Buffer::Head => {
                 convert(layer, map.head_weight, own);
                 if let Some(weight) = map.tied_weight {
@@ -300,6 +329,10 @@ impl Shared {
                 layer::embed_backward(device, micro(index), order, self.hidden, dy, accumulator);
             }
             Action::Finish { layer, accumulator } => self.finish(pass, layer, accumulator)?,
+            Action::Park { layer, accumulator } => {
+                let gradient = self.finished_gradient(layer, accumulator);
+                device.convert(gradient, self.parked_gradient(layer));
+            }
             Action::Clip => self.clip(pass)?,
             other => unreachable!("{other:?} is not an action of the compute lane"),
         }

@@ -5,7 +5,8 @@
 
 use super::{Pass, Shared};
 use crate::device::{Dtype, View};
-use crate::schedule::{Action, Buffer, GradientSlot};
+use crate::schedule::{Action, Buffer, Finished, GradientSlot};
+use crate::tile::Section;
 
 impl Shared {
     /// Poisons what the action at `index` was the last to use. Before the action is marked as done:
@@ -36,12 +37,23 @@ impl Shared {
                 self.poison_used(pass, index, head, micro);
             }
             Action::EmbedBackward { micro } => anchor(head, micro),
-            Action::Demote {
-                layer, accumulator, ..
-            } => self
-                .tiers
-                .device
-                .poison(self.accumulator(layer, accumulator)),
+            Action::Demote { layer, from, .. } => self.tiers.device.poison(match from {
+                Finished::In(accumulator) => self.accumulator(layer, accumulator),
+                Finished::Parked => self.parked_gradient(layer),
+            }),
+            Action::Park { layer, accumulator } => {
+                self.tiers
+                    .device
+                    .poison(self.accumulator(layer, accumulator));
+            }
+            // The home is not the weights' again until they return.
+            Action::DemoteWeight { layer, .. } => {
+                self.tiers.device.poison(self.device_weight(layer));
+            }
+            Action::Return { slot, .. } => {
+                let mut weight = self.tiers.weight_slot(slot);
+                weight.as_mut_slice::<u8>().fill(0xff);
+            }
             _ => {}
         }
     }
@@ -71,6 +83,8 @@ impl Shared {
         }
         let buffer = if is_head {
             Buffer::Head
+        } else if self.tiers.device_home(layer, Section::Weight).is_some() {
+            return;
         } else {
             let index = usize::from(layer - 1) % map.buffers.len();
             Buffer::Block(u32::try_from(index).expect("at most 8 buffers"))
@@ -85,14 +99,26 @@ impl Shared {
         if next == Some(false) {
             return;
         }
-        let width = crate::tile::Section::Weight.element_bytes(self.plan.precision);
+        let width = Section::Weight.element_bytes(self.plan.precision);
         match buffer {
             Buffer::Block(index) => self.poison(map.buffers[index as usize], own * width),
             Buffer::Head => self.poison(map.head_weight, own * width),
+            Buffer::Home(_) => unreachable!("homes keep what they hold"),
         }
         if let Some(offset) = map.tied_weight.filter(|_| with_embed) {
             self.poison(offset, tied * width);
         }
+    }
+
+    fn device_weight(&self, layer: u16) -> View {
+        let offset = self.tiers.device_home(layer, Section::Weight);
+        let layout = self.tiers.layout(layer);
+        let bytes = layout.section_bytes(Section::Weight, self.plan.precision);
+        View::new(
+            offset.expect("it lives on the device"),
+            bytes / 2,
+            Dtype::Bf16,
+        )
     }
 
     fn poison(&self, offset: u64, bytes: u64) {

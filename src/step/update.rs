@@ -12,18 +12,39 @@ use crate::schedule::{Action, GradientSlot, Lane};
 use crate::tile::{Precision, Section};
 use crate::transfer::states::{SpanSlabs, StateStream};
 
+/// A tile to update.
+#[derive(Clone, Copy)]
+struct Tile {
+    layer: u16,
+    /// Its gradient.
+    slot: GradientSlot,
+    /// Its weight section, where that lives on the device.
+    weight: Option<u32>,
+}
+
 /// Walks the updates of a pass. An update is done when its spilled extents are written, so several
 /// can be under way; they are marked in order.
 pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -> Result<()> {
-    let updates: Vec<(usize, u16, GradientSlot)> = pass
+    let updates: Vec<(usize, Tile)> = pass
         .schedule
         .lane(Lane::Update)
         .map(|index| match pass.action(index) {
-            Action::Update { layer, slot } => (index, layer, slot),
+            Action::Update {
+                layer,
+                slot,
+                weight,
+            } => (
+                index,
+                Tile {
+                    layer,
+                    slot,
+                    weight,
+                },
+            ),
             other => unreachable!("{other:?} is not an action of the update lane"),
         })
         .collect();
-    states.announce(updates.iter().map(|(_, layer, _)| *layer));
+    states.announce(updates.iter().map(|(_, tile)| tile.layer));
     states.advance()?;
     let mut under_way: VecDeque<(usize, u16)> = VecDeque::new();
     let settle = |states: &StateStream<'_>, under_way: &mut VecDeque<(usize, u16)>| {
@@ -35,7 +56,7 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
             pass.progress.mark(index, pass.number);
         }
     };
-    for (index, layer, slot) in updates {
+    for (index, tile) in updates {
         // Writes of earlier tiles end while this one waits for its gradient.
         while !under_way.is_empty() && !is_ready(pass, index) && !shared.failure.is_set() {
             states.wait()?;
@@ -48,7 +69,8 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
         }
         shared.show(Lane::Update, pass, &pass.action(index));
         let started = Instant::now();
-        update_tile(shared, pass, states, layer, slot)?;
+        let layer = tile.layer;
+        update_tile(shared, pass, states, tile)?;
         shared
             .tiers
             .stats
@@ -76,9 +98,9 @@ fn update_tile(
     shared: &Shared,
     pass: &Pass,
     states: &mut StateStream<'_>,
-    layer: u16,
-    slot: GradientSlot,
+    tile: Tile,
 ) -> Result<()> {
+    let Tile { layer, slot, .. } = tile;
     let adamw = pass
         .data
         .adamw
@@ -93,14 +115,7 @@ fn update_tile(
         // One pass over the whole tile: threads meet once.
         let started = Instant::now();
         let mut no_slabs = SpanSlabs::default();
-        update_span(
-            shared,
-            adamw,
-            layer,
-            0..layout.elements,
-            slot,
-            &mut no_slabs,
-        );
+        update_span(shared, adamw, tile, 0..layout.elements, &mut no_slabs);
         tiers.stats.updated(started.elapsed());
         shared.poison_gradient(slot);
         return Ok(());
@@ -109,7 +124,7 @@ fn update_tile(
         let mut slabs = states.take(layer, extent)?;
         let started = Instant::now();
         let elements = layout.extent_elements(extent);
-        update_span(shared, adamw, layer, elements, slot, &mut slabs);
+        update_span(shared, adamw, tile, elements, &mut slabs);
         tiers.stats.updated(started.elapsed());
         states.put(layer, extent, slabs)?;
     }
@@ -122,20 +137,30 @@ fn update_tile(
 fn update_span(
     shared: &Shared,
     adamw: &AdamwStep,
-    layer: u16,
+    tile: Tile,
     elements: std::ops::Range<u64>,
-    slot: GradientSlot,
     slabs: &mut SpanSlabs,
 ) {
+    let Tile {
+        layer,
+        slot,
+        weight,
+    } = tile;
     let tiers = &shared.tiers;
     let layout = tiers.layout(layer);
     let range = elements.start as usize..elements.end as usize;
     let count = range.len();
     let decayed = layout.decayed_elements.clamp(elements.start, elements.end) - elements.start;
     let mut homes = Section::ALL.map(|section| tiers.home_mut(layer, section));
+    let mut demoted = weight.map(|slot| tiers.weight_slot(slot));
     let [weight_slab, residual_slab, moment1_slab, moment2_slab] = slabs;
     let [weight_home, residual_home, moment1_home, moment2_home] = &mut homes;
-    // A section's span is in its slab if it is spilled, else a range of its home.
+    // A section's span is in its slab if it is spilled, else a range of its home; a weight that
+    // lives on the device is in its slot.
+    let weight_home = match &mut demoted {
+        Some(slot) => &mut Some(&mut **slot),
+        None => &mut weight_home.as_mut().map(|home| &mut **home),
+    };
     macro_rules! span {
         ($slab:ident, $home:ident, $t:ty) => {
             match ($slab, $home) {

@@ -59,10 +59,6 @@ pub fn choose_device(text: &str, precision: Precision) -> Result<(DeviceProfile,
     }
 }
 
-/// Device memory of a card that `"auto"` leaves: context, kernels, staging rings, the products'
-/// workspace.
-const CARD_RESERVE_BYTES: u64 = 768 << 20;
-
 /// Budgets with `"auto"` resolved, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Budget {
@@ -153,13 +149,11 @@ fn device_budget(
         Size::Bytes(bytes) => bytes,
         Size::Auto if profile.card.is_some() => {
             let card = Card::read(profile.card.unwrap_or(0))?;
-            let free = card.free_bytes()?.saturating_sub(CARD_RESERVE_BYTES);
-            let device = everything_kept(spec, config, profile).min(free);
+            // The plan takes of it what it has a use for.
+            let device = card.free_bytes()?;
             sentences.push(format!(
-                "memory.device = auto: {} ({} are free on the card, less {})",
-                crate::plan::bytes_text(device),
-                crate::plan::bytes_text(free),
-                crate::plan::bytes_text(CARD_RESERVE_BYTES)
+                "memory.device = auto: {}, free on the card",
+                crate::plan::bytes_text(device)
             ));
             device
         }
@@ -187,9 +181,10 @@ fn everything_kept(spec: &ModelSpec, config: &RunConfig, profile: &DeviceProfile
         activation_bytes: profile.activation_bytes,
         converts_weights: profile.converts_bf16 && config.model.precision == Precision::Bf16,
         precision: config.model.precision,
+        gradient_bytes: 0,
         trains: true,
     };
-    DeviceMap::new(spec, shape).bytes
+    DeviceMap::new(spec, shape, &[]).bytes
 }
 
 /// Takes every tier's memory as the plan says and starts the lanes. Nothing is in the tiles yet.

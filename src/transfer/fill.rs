@@ -7,6 +7,7 @@ use crossbeam_channel::{Receiver, Sender};
 
 use super::{Tiers, byte_range};
 use crate::error::Result;
+use crate::host::Lease;
 use crate::store::{Completion, ExtentKey};
 use crate::tile::{Section, join_master, split_master};
 
@@ -39,20 +40,34 @@ impl<'a> Fill<'a> {
             with(&mut home.as_mut_slice::<u8>()[byte_range(&elements, width)]);
             return Ok(());
         }
-        let mut slab = loop {
+        if let Some(offset) = self.tiers.device_home(layer, key.section) {
+            let range = byte_range(&elements, width);
+            let mut slab = self.take_slab()?;
+            let bytes = &mut slab.as_mut_slice::<u8>()[..range.len()];
+            with(bytes);
+            self.tiers
+                .device
+                .copy_in(offset + range.start as u64, bytes);
+            return self.tiers.device.check();
+        }
+        let mut slab = self.take_slab()?;
+        let bytes = usize::try_from(self.tiers.extent_bytes(key)).expect("an extent fits");
+        with(&mut slab.as_mut_slice::<u8>()[..bytes]);
+        self.outstanding += 1;
+        self.tiers.write_extent(key, slab, &self.reply)
+    }
+
+    fn take_slab(&mut self) -> Result<Lease> {
+        loop {
             if let Some(slab) = self.tiers.ring.try_take() {
-                break slab;
+                return Ok(slab);
             }
             assert!(
                 self.outstanding > 0,
                 "the ring is this function's while lanes stand still"
             );
             self.reap()?;
-        };
-        let bytes = usize::try_from(self.tiers.extent_bytes(key)).expect("an extent fits");
-        with(&mut slab.as_mut_slice::<u8>()[..bytes]);
-        self.outstanding += 1;
-        self.tiers.write_extent(key, slab, &self.reply)
+        }
     }
 
     /// Waits for all writes.
@@ -156,6 +171,13 @@ impl Tiers {
             let width = key.section.element_bytes(self.precision());
             out.extend_from_slice(&home.as_slice::<u8>()[byte_range(&elements, width)]);
             return Ok(());
+        }
+        if let Some(offset) = self.device_home(layer, key.section) {
+            let elements = self.layout(layer).extent_elements(key.extent);
+            let range = byte_range(&elements, key.section.element_bytes(self.precision()));
+            out.resize(range.len(), 0);
+            self.device.copy_out(offset + range.start as u64, out);
+            return self.device.check();
         }
         let (reply, done) = crossbeam_channel::bounded(1);
         self.read_extent(key, self.ring.take(), &reply)?;

@@ -1,4 +1,4 @@
-//! The abstract machine that a schedule is replayed on: places with contents, four lanes, and a
+//! The abstract machine that a schedule is replayed on: places with contents, five lanes, and a
 //! scheduler that picks which lane goes on.
 //!
 //! - An action takes time: it starts, and later it ends. Between the two its writes are garbage,
@@ -9,9 +9,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use terrace::plan::Home;
 use terrace::plan::Plan;
-use terrace::schedule::{Accumulator, Action, Buffer, Form, GradientSlot, Lane, Schedule};
+use terrace::schedule::{
+    Accumulator, Action, Buffer, Finished, Form, GradientSlot, Lane, Schedule,
+};
 use terrace::store::sim::mix;
+use terrace::tile::Section;
 
 /// An action of one of the steps.
 pub(crate) type At = (u64, usize);
@@ -35,7 +39,12 @@ enum Content {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
+    /// A tile's sections that are not on the device.
     Home(u16),
+    /// A weight section that lives on the device.
+    DeviceHome(u16),
+    WeightSlot(u32),
+    Parked(u16),
     Buffer(u32),
     HeadBuffer,
     Anchor(u16, u32),
@@ -62,6 +71,8 @@ enum Access {
 /// Every place that an action touches.
 type Accesses = Vec<(Place, Access)>;
 
+const LANES: usize = Lane::ALL.len();
+
 /// One replay.
 pub(crate) struct Machine<'a> {
     plan: &'a Plan,
@@ -69,8 +80,8 @@ pub(crate) struct Machine<'a> {
     steps: u64,
     lanes: Vec<Vec<usize>>,
     /// Actions done by each lane, over all steps.
-    done_of_lane: [usize; 4],
-    running: [Option<(At, Accesses)>; 4],
+    done_of_lane: [usize; LANES],
+    running: [Option<(At, Accesses)>; LANES],
     /// By action: steps in which it is done.
     done: Vec<u64>,
     places: BTreeMap<Place, Content>,
@@ -82,8 +93,12 @@ pub(crate) struct Machine<'a> {
 
 impl<'a> Machine<'a> {
     pub(crate) fn new(plan: &'a Plan, schedule: &'a Schedule, steps: u64) -> Machine<'a> {
-        let homes = (0..plan.layer_count())
-            .map(|layer| (Place::Home(layer), Content::Weights(vec![(layer, 0)])));
+        let homes = (0..plan.layer_count()).flat_map(|layer| {
+            let weights = || Content::Weights(vec![(layer, 0)]);
+            let on_device = lives_on_device(plan, layer);
+            let device = on_device.then(|| (Place::DeviceHome(layer), weights()));
+            [(Place::Home(layer), weights())].into_iter().chain(device)
+        });
         Machine {
             plan,
             schedule,
@@ -92,8 +107,8 @@ impl<'a> Machine<'a> {
                 .iter()
                 .map(|lane| schedule.lane(*lane).collect())
                 .collect(),
-            done_of_lane: [0; 4],
-            running: [const { None }; 4],
+            done_of_lane: [0; LANES],
+            running: [const { None }; LANES],
             done: vec![0; schedule.actions.len()],
             places: homes.collect(),
             bound: None,
@@ -107,7 +122,7 @@ impl<'a> Machine<'a> {
         while !self.has_ended() {
             state = mix(state);
             let pick = state;
-            let able: Vec<usize> = (0..4).filter(|lane| self.is_able(*lane)).collect();
+            let able: Vec<usize> = (0..LANES).filter(|lane| self.is_able(*lane)).collect();
             if able.is_empty() {
                 return Err("no lane can go on".to_string());
             }
@@ -117,7 +132,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Replays to the end; the first lane of `order` that can go on does.
-    pub(crate) fn finish_in_order(&mut self, order: [usize; 4]) -> Result<(), String> {
+    pub(crate) fn finish_in_order(&mut self, order: [usize; LANES]) -> Result<(), String> {
         while !self.has_ended() {
             let able = order.into_iter().find(|lane| self.is_able(*lane));
             self.advance(able.ok_or("no lane can go on")?)?;
@@ -138,7 +153,7 @@ impl<'a> Machine<'a> {
             } else if self.is_past(target) {
                 return Ok(());
             }
-            let able = (0..4).find(|lane| {
+            let able = (0..LANES).find(|lane| {
                 let at = match &self.running[*lane] {
                     Some((at, _)) => Some(*at),
                     None => self.next(*lane).filter(|_| self.is_able(*lane)),
@@ -159,7 +174,7 @@ impl<'a> Machine<'a> {
     }
 
     fn has_ended(&self) -> bool {
-        (0..4).all(|lane| self.running[lane].is_none() && self.next(lane).is_none())
+        (0..LANES).all(|lane| self.running[lane].is_none() && self.next(lane).is_none())
     }
 
     fn is_past(&self, (step, index): At) -> bool {
@@ -300,9 +315,13 @@ impl<'a> Machine<'a> {
             }
             Action::Clear { .. }
             | Action::Finish { .. }
+            | Action::Park { .. }
             | Action::Demote { .. }
             | Action::Clip
             | Action::Update { .. } => Ok(self.accesses_of_gradients(at)),
+            Action::DemoteWeight { .. } | Action::Return { .. } => {
+                Ok(self.accesses_of_device_weights(at))
+            }
             Action::Backward { .. } | Action::EmbedBackward { .. } => self.accesses_of_backward(at),
             _ => self.accesses_of_forward(at),
         }
@@ -487,36 +506,48 @@ impl<'a> Machine<'a> {
                     norm_turn(step, self.finished(index), self.finished(index) + 1),
                 ]
             }
-            Action::Demote {
-                layer,
-                accumulator,
-                slot,
-            } => {
-                let both = layer == 0 && tied;
-                let count = self.schedule.micros * if both { 2 } else { 1 };
-                let finished = Content::Sum(layer, step, count, true);
+            Action::Park { layer, accumulator } => vec![
+                (
+                    sum_place(accumulator),
+                    Turns(Some(self.complete(layer, step)), None),
+                ),
+                (
+                    Place::Parked(layer),
+                    Turns(None, Some(Content::Waiting(layer, step))),
+                ),
+            ],
+            Action::Demote { layer, from, slot } => {
+                let waiting = Content::Waiting(layer, step);
+                let (place, content) = match from {
+                    Finished::In(accumulator) => {
+                        (sum_place(accumulator), self.complete(layer, step))
+                    }
+                    Finished::Parked => (Place::Parked(layer), waiting.clone()),
+                };
                 vec![
-                    (sum_place(accumulator), Turns(Some(finished), None)),
-                    (
-                        slot_place(slot),
-                        Turns(None, Some(Content::Waiting(layer, step))),
-                    ),
+                    (place, Turns(Some(content), None)),
+                    (slot_place(slot), Turns(None, Some(waiting))),
                 ]
             }
             Action::Clip => {
                 let all = u32::from(head) + 1;
                 vec![norm_turn(step, all, CLIPPED)]
             }
-            Action::Update { layer, slot } => {
+            Action::Update {
+                layer,
+                slot,
+                weight,
+            } => {
                 let (from, to) = (vec![(layer, step)], vec![(layer, step + 1)]);
                 let turn = Turns(Some(Content::Weights(from)), Some(Content::Weights(to)));
                 let mut accesses = vec![
-                    (Place::Home(layer), turn),
+                    (Place::Home(layer), turn.clone()),
                     (
                         slot_place(slot),
                         Turns(Some(Content::Waiting(layer, step)), None),
                     ),
                 ];
+                accesses.extend(weight.map(|slot| (Place::WeightSlot(slot), turn)));
                 if self.plan.clipping {
                     accesses.push((
                         Place::Norm(step),
@@ -527,6 +558,37 @@ impl<'a> Machine<'a> {
             }
             other => unreachable!("{other:?}"),
         }
+    }
+
+    /// A weight section that lives on the device, down for its update and back.
+    fn accesses_of_device_weights(&self, (step, index): At) -> Accesses {
+        use Access::Turns;
+        let weights = |layer, version| Some(Content::Weights(vec![(layer, version)]));
+        match self.schedule.actions[index].action {
+            // From here until it returns, nobody may use the home.
+            Action::DemoteWeight { layer, slot } => vec![
+                (Place::DeviceHome(layer), Turns(weights(layer, step), None)),
+                (Place::WeightSlot(slot), Turns(None, weights(layer, step))),
+            ],
+            Action::Return { layer, slot } => vec![
+                (
+                    Place::WeightSlot(slot),
+                    Turns(weights(layer, step + 1), None),
+                ),
+                (
+                    Place::DeviceHome(layer),
+                    Turns(None, weights(layer, step + 1)),
+                ),
+            ],
+            other => unreachable!("{other:?}"),
+        }
+    }
+
+    /// A finished sum with all its contributions.
+    fn complete(&self, layer: u16, step: u64) -> Content {
+        let both = layer == 0 && self.plan.tied;
+        let count = self.schedule.micros * if both { 2 } else { 1 };
+        Content::Sum(layer, step, count, true)
     }
 
     /// One more contribution to a sum; contributions come in the order of micro-batches.
@@ -553,11 +615,12 @@ impl<'a> Machine<'a> {
         }
         for (place, content) in &self.places {
             let right = match (place, content) {
-                (Place::Home(layer), content) => {
+                (Place::Home(layer) | Place::DeviceHome(layer), content) => {
                     *content == Content::Weights(vec![(*layer, version)])
                 }
                 (Place::Kept(_) | Place::BlockSum(_) | Place::HeadSum, _) => false,
-                (Place::EmbedSum | Place::Slot(_), _) => false,
+                (Place::EmbedSum | Place::Slot(_) | Place::Parked(_), _) => false,
+                (Place::WeightSlot(_), _) => false,
                 _ => true,
             };
             if !right {
@@ -587,10 +650,15 @@ fn norm_turn(step: u64, from: u32, to: u32) -> (Place, Access) {
     (Place::Norm(step), Access::Turns(table(from), table(to)))
 }
 
+fn lives_on_device(plan: &Plan, layer: u16) -> bool {
+    plan.tiles[usize::from(layer)].home(Section::Weight) == Home::Device
+}
+
 fn buffer_place(buffer: Buffer) -> Place {
     match buffer {
         Buffer::Block(index) => Place::Buffer(index),
         Buffer::Head => Place::HeadBuffer,
+        Buffer::Home(layer) => Place::DeviceHome(layer),
     }
 }
 

@@ -13,9 +13,9 @@ use terrace::hf;
 use terrace::machine::{self, HostMemory};
 use terrace::measure::measure_rates;
 use terrace::optimizer::Isa;
-use terrace::plan::{DeviceProfile, Plan, Purpose, bytes_text, count_text};
+use terrace::plan::{DeviceProfile, bytes_text, count_text};
 use terrace::schedule::Schedule;
-use terrace::schedule::simulate::{Rates, simulate};
+use terrace::schedule::simulate::{Rates, fastest};
 use terrace::tile::Precision;
 use terrace::train::{choose_device, model_dir, resolve_budgets};
 
@@ -101,9 +101,8 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
         (cpu, rates)
     };
     override_rates(arguments, &mut rates)?;
-    let plan = Plan::new(&spec, &config, &profile, budget.budgets, Purpose::Train)?;
+    let (plan, prediction) = fastest(&spec, &config, &profile, budget.budgets, &rates)?;
     let schedule = Schedule::train(&plan);
-    let prediction = simulate(&plan, &schedule, &rates);
     if arguments.json {
         return say(&format!("{:#}", plan.json(&prediction, &rates)));
     }
@@ -120,21 +119,34 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
             "no clipping: a layer is updated as its gradient arrives"
         }
     ))?;
+    if !plan.clipping && plan.deferred > 0 {
+        say(&format!(
+            "  the first {} of {} layers are updated under the next forward",
+            plan.deferred,
+            plan.layer_count()
+        ))?;
+    }
     say(&plan.table(&prediction, &rates))?;
-    if arguments.schedule {
-        for (index, scheduled) in schedule.actions.iter().enumerate() {
-            let after: Vec<String> = scheduled
-                .after
-                .iter()
-                .map(|a| format!("{}{}", if a.previous { "-" } else { "" }, a.action))
-                .collect();
-            say(&format!(
-                "{index:5} {:8} {:?} after [{}]",
-                format!("{:?}", scheduled.lane),
-                scheduled.action,
-                after.join(" ")
-            ))?;
-        }
+    match arguments.schedule {
+        true => list(&schedule),
+        false => Ok(()),
+    }
+}
+
+/// Prints every action with its lane and what it waits for.
+fn list(schedule: &Schedule) -> Result<()> {
+    for (index, scheduled) in schedule.actions.iter().enumerate() {
+        let after: Vec<String> = scheduled
+            .after
+            .iter()
+            .map(|a| format!("{}{}", if a.previous { "-" } else { "" }, a.action))
+            .collect();
+        say(&format!(
+            "{index:5} {:8} {:?} after [{}]",
+            format!("{:?}", scheduled.lane),
+            scheduled.action,
+            after.join(" ")
+        ))?;
     }
     Ok(())
 }

@@ -16,9 +16,8 @@ use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
 use terrace::generate::{Sampling, generate};
 use terrace::measure::measure_rates;
-use terrace::plan::{Plan, Purpose, bytes_text, count_text};
-use terrace::schedule::Schedule;
-use terrace::schedule::simulate::{Prediction, simulate};
+use terrace::plan::{bytes_text, count_text};
+use terrace::schedule::simulate::{Prediction, fastest};
 use terrace::train::{Run, Start, StepReport, Trainer, choose_device, resolve_budgets};
 use terrace::{machine, quickstart};
 
@@ -96,15 +95,8 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     for sentence in &budget.sentences {
         say(sentence)?;
     }
-    let plan = Plan::new(
-        &run.spec,
-        &run.config,
-        &profile,
-        budget.budgets,
-        Purpose::Train,
-    )?;
     let rates = measure_rates(&profile)?;
-    let prediction = simulate(&plan, &Schedule::train(&plan), &rates);
+    let (plan, prediction) = fastest(&run.spec, &run.config, &profile, budget.budgets, &rates)?;
     say(&plan.table(&prediction, &rates))?;
     let entropy = held_out_entropy(&run);
     let mut trainer = Trainer::start(

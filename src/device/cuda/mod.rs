@@ -2,9 +2,9 @@
 //!
 //! - One context, one allocation for the arena, one for each of the fixed pools (staging rings, the
 //!   products' workspace); after [`CudaDevice::new`] no device memory is taken.
-//! - Three streams. A thread works on the one that it entered ([`CudaDevice::enter`]); compute, if
-//!   it entered none. Operations return at once; a stream runs them in order, and different streams
-//!   are ordered by the schedule alone.
+//! - A stream a queue. A thread works on the one that it entered ([`CudaDevice::enter`]); compute,
+//!   if it entered none. Operations return at once; a stream runs them in order, and different
+//!   streams are ordered by the schedule alone.
 //! - Operations return nothing, so the first failed call is kept. [`CudaDevice::check`] gives it
 //!   out; after it no work is given to the card.
 //! - No float atomics, fixed grids for a shape, algorithms that no clock chose: the same bits on
@@ -61,6 +61,10 @@ pub enum Queue {
     Up,
     /// Gradients from it.
     Down,
+    /// Updated weights to their home on the device.
+    Return,
+    /// Weights that are read beside a step.
+    Aside,
 }
 
 /// A point in a queue's work. Of a device that has failed, it is reached.
@@ -104,8 +108,8 @@ pub struct CudaDevice {
     capability: (u32, u32),
     arena: DeviceMemory,
     workspace: DeviceMemory,
-    streams: [Stream; 3],
-    staging: [Mutex<Staging>; 3],
+    streams: [Stream; 5],
+    staging: [Mutex<Staging>; 5],
     modules: Vec<Module>,
     kernels: Mutex<HashMap<&'static str, Kernel>>,
     fault: Mutex<Option<Fault>>,
@@ -168,10 +172,12 @@ impl CudaDevice {
             capability: card.capability,
             arena,
             workspace,
-            streams: [stream()?, stream()?, stream()?],
+            streams: [stream()?, stream()?, stream()?, stream()?, stream()?],
             staging: [
                 staging(STAGED_BYTES_MAX)?,
                 staging(STAGED_BYTES_MAX)?,
+                staging(STAGED_BYTES_MIN)?,
+                staging(STAGED_BYTES_MIN)?,
                 staging(STAGED_BYTES_MIN)?,
             ],
             modules,

@@ -1,0 +1,288 @@
+//! Homes: of each section, and of each gradient that waits.
+//!
+//! - All sections are in host where they fit beside the pools. Where they do not, spare device
+//!   memory takes waiting gradients first, then weights of blocks; what is still too much goes to
+//!   the store, states before weights.
+//! - The last blocks go to the device first: their updates come last, so the demotions of their
+//!   gradients and weights have the time of the others' updates.
+//! - The embed tile's weight stays in host as long as it can, since every step gathers rows of it.
+
+use super::{Budgets, GradientHome, Home, HostMap, Purpose, TilePlan, extents_bytes};
+use crate::config::RunConfig;
+use crate::error::{Error, Result};
+use crate::model::ModelSpec;
+use crate::plan::regions::REGION_ALIGN;
+use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section};
+
+/// Bytes of an element of a gradient in host.
+pub(super) fn gradient_bytes(config: &RunConfig) -> u64 {
+    match config.model.precision {
+        Precision::Bf16 => config.train.gradient_dtype.bytes(),
+        Precision::Fp32 => 4,
+    }
+}
+
+/// Gives every section and gradient a home. `spare` is what the device has beside its least map.
+pub(super) fn place(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    purpose: Purpose,
+    deferred: u16,
+    budgets: Budgets,
+    spare: u64,
+) -> Result<(Vec<TilePlan>, HostMap)> {
+    let precision = config.model.precision;
+    let present = |section: Section| {
+        let wanted = purpose == Purpose::Train || section == Section::Weight;
+        (wanted && section.element_bytes(precision) > 0).then_some(Home::Host)
+    };
+    let waits = |layer: usize| match layer < usize::from(deferred) {
+        true => GradientHome::Host,
+        false => GradientHome::Shared,
+    };
+    let tiles = spec.tile_layouts().into_iter().enumerate();
+    let tiles: Vec<TilePlan> = tiles
+        .map(|(layer, layout)| TilePlan {
+            layout,
+            homes: Section::ALL.map(present),
+            gradient: waits(layer),
+        })
+        .collect();
+    if purpose == Purpose::Forward {
+        return spill(tiles, config, purpose, budgets);
+    }
+    // Weights on the device pass through slots of host: too much for the smallest of hosts.
+    let with = use_spare(&tiles, config, budgets, spare, true);
+    match spill(with, config, purpose, budgets) {
+        Err(Error::Budget { tier: "host", .. }) => {
+            let without = use_spare(&tiles, config, budgets, spare, false);
+            spill(without, config, purpose, budgets)
+        }
+        placed => placed,
+    }
+}
+
+/// Moves gradients that wait, then weights of blocks, to the device, as few as let the host hold
+/// the rest; where it cannot, as many as help it most.
+fn use_spare(
+    tiles: &[TilePlan],
+    config: &RunConfig,
+    budgets: Budgets,
+    spare: u64,
+    weights: bool,
+) -> Vec<TilePlan> {
+    let precision = config.model.precision;
+    let blocks = || (1..tiles.len() - 1).rev();
+    // The embedding's is finished last and wanted first: it is moved after all others.
+    let order = blocks().chain([tiles.len() - 1, 0]);
+    let waiting = order.filter(|layer| tiles[*layer].gradient == GradientHome::Host);
+    let moves: Vec<(usize, bool)> = waiting
+        .map(|layer| (layer, true))
+        .chain(blocks().filter(|_| weights).map(|layer| (layer, false)))
+        .collect();
+    let mut left = spare;
+    let (mut trial, mut best_tiles) = (tiles.to_vec(), tiles.to_vec());
+    let mut best = host_map(&trial, config, Purpose::Train).bytes;
+    for (layer, is_gradient) in moves {
+        if best <= budgets.host {
+            break;
+        }
+        let tile = &mut trial[layer];
+        let width = match is_gradient {
+            true => gradient_bytes(config),
+            false => Section::Weight.element_bytes(precision),
+        };
+        let bytes = (tile.layout.elements * width).next_multiple_of(REGION_ALIGN);
+        let Some(rest) = left.checked_sub(bytes) else {
+            continue;
+        };
+        left = rest;
+        match is_gradient {
+            true => tile.gradient = GradientHome::Device,
+            false => tile.homes[Section::Weight as usize] = Some(Home::Device),
+        }
+        // The first of a kind also costs the slots that they all pass through.
+        let bytes = host_map(&trial, config, Purpose::Train).bytes;
+        if bytes < best {
+            best = bytes;
+            best_tiles.clone_from(&trial);
+        }
+    }
+    best_tiles
+}
+
+/// The host's arena with every section that has a home there.
+fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose) -> HostMap {
+    let precision = config.model.precision;
+    let page = |bytes: u64| bytes.next_multiple_of(PAGE_BYTES);
+    let gradient = |tile: &TilePlan| page(tile.layout.elements * gradient_bytes(config));
+    let last = tiles.len() - 1;
+    let (mut own, mut block_slot, mut wide_slot, mut weight_slot) = (0, 0, 0, 0);
+    let mut homes = 0;
+    for (layer, tile) in tiles.iter().enumerate() {
+        let shared = match layer == 0 || layer == last {
+            true => &mut wide_slot,
+            false => &mut block_slot,
+        };
+        match tile.gradient {
+            _ if purpose == Purpose::Forward => {}
+            GradientHome::Host => own += gradient(tile),
+            GradientHome::Shared | GradientHome::Device => *shared = gradient(tile).max(*shared),
+        }
+        for section in Section::present(precision) {
+            let bytes = tile.layout.section_slot_bytes(section, precision);
+            match tile.homes[section as usize] {
+                Some(Home::Host) => homes += bytes,
+                Some(Home::Device) => weight_slot = bytes.max(weight_slot),
+                Some(Home::Store) | None => {}
+            }
+        }
+    }
+    let longest = tiles.iter().map(|tile| tile.layout.elements).max();
+    let widest = Section::present(precision).map(|s| s.element_bytes(precision));
+    let slab_bytes = (longest.unwrap_or(0).min(EXTENT_ELEMENTS) * widest.max().unwrap_or(4))
+        .next_multiple_of(PAGE_BYTES)
+        .min(EXTENT_BYTES_MAX);
+    let gradients = own + 2 * block_slot + wide_slot;
+    let slabs = config.memory.slabs;
+    HostMap {
+        homes,
+        gradients,
+        block_slot,
+        wide_slot,
+        weight_slot,
+        slabs,
+        slab_bytes,
+        bytes: homes + gradients + 2 * weight_slot + slabs * slab_bytes,
+    }
+}
+
+/// Sends what the host has no room for to the store.
+fn spill(
+    mut tiles: Vec<TilePlan>,
+    config: &RunConfig,
+    purpose: Purpose,
+    budgets: Budgets,
+) -> Result<(Vec<TilePlan>, HostMap)> {
+    let precision = config.model.precision;
+    let mut host = host_map(&tiles, config, purpose);
+    let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
+    let mut overflow = host.bytes.saturating_sub(budgets.host);
+    let groups: [&[Section]; 3] = [
+        &[Section::Moment2, Section::Moment1],
+        &[Section::Residual],
+        &[Section::Weight],
+    ];
+    let mut freed = 0;
+    let mut spilled: Vec<(usize, Section)> = Vec::new();
+    for sections in groups {
+        if overflow == 0 {
+            break;
+        }
+        spilled.clear();
+        // Last layers first: the update reads them last.
+        let mut left: Vec<(usize, Section)> = (0..tiles.len())
+            .rev()
+            .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
+            .filter(|(tile, section)| tiles[*tile].homes[*section as usize] == Some(Home::Host))
+            .collect();
+        while overflow > 0 && !left.is_empty() {
+            // The smallest section that ends the overflow, else the next in order.
+            let ending = left
+                .iter()
+                .enumerate()
+                .filter(|(_, (tile, section))| slot(&tiles[*tile], *section) >= overflow)
+                .min_by_key(|(_, (tile, section))| slot(&tiles[*tile], *section))
+                .map(|(index, _)| index);
+            let (tile, section) = left.remove(ending.unwrap_or(0));
+            let bytes = slot(&tiles[tile], section);
+            tiles[tile].homes[section as usize] = Some(Home::Store);
+            spilled.push((tile, section));
+            overflow = overflow.saturating_sub(bytes);
+            freed += bytes;
+        }
+    }
+    let room = budgets.host.saturating_sub(host.bytes - freed);
+    freed -= put_back(&mut tiles, spilled, precision, room);
+    host.homes -= freed;
+    host.bytes -= freed;
+    refuse_overflow(&tiles, config, &host, budgets)?;
+    Ok((tiles, host))
+}
+
+/// The section that ended the overflow may have made room for some that went before it. Gives those
+/// of `spilled` that fit into `room` a home in host again; the bytes that they take. Only for the
+/// group that was spilled last: states are spilled before weights.
+fn put_back(
+    tiles: &mut [TilePlan],
+    mut spilled: Vec<(usize, Section)>,
+    precision: Precision,
+    room: u64,
+) -> u64 {
+    let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
+    spilled.sort_by_key(|(tile, section)| std::cmp::Reverse(slot(&tiles[*tile], *section)));
+    let mut taken = 0;
+    for (tile, section) in spilled {
+        let bytes = slot(&tiles[tile], section);
+        if taken + bytes <= room {
+            tiles[tile].homes[section as usize] = Some(Home::Host);
+            taken += bytes;
+        }
+    }
+    taken
+}
+
+fn refuse_overflow(
+    tiles: &[TilePlan],
+    config: &RunConfig,
+    host: &HostMap,
+    budgets: Budgets,
+) -> Result<()> {
+    if host.bytes > budgets.host {
+        return Err(Error::Budget {
+            tier: "host",
+            needed: host.bytes,
+            budget: budgets.host,
+            missing: host.bytes - budgets.host,
+            remedy: format!(
+                "with every section spilled, gradients ({} bytes) and the slab ring ({} bytes) \
+                 remain: raise memory.host, lower memory.slabs{}",
+                host.gradients,
+                host.slabs * host.slab_bytes,
+                if config.train.max_grad_norm > 0.0 {
+                    ", or set train.max_grad_norm = 0 so that gradients need not wait for the norm"
+                } else {
+                    ""
+                }
+            ),
+        });
+    }
+    let needed: u64 = tiles
+        .iter()
+        .flat_map(|tile| {
+            tile.spilled()
+                .map(|s| extents_bytes(&tile.layout, s, config.model.precision))
+        })
+        .sum();
+    if needed > budgets.store {
+        return Err(Error::Budget {
+            tier: "store",
+            needed,
+            budget: budgets.store,
+            missing: needed - budgets.store,
+            remedy: match (budgets.store, &config.memory.store[..]) {
+                (0, []) => format!(
+                    "name a directory on NVMe in memory.store, or raise memory.host by {needed} \
+                     bytes"
+                ),
+                (0, [first, ..]) => format!(
+                    "memory.store has no space in {}: make some, name another directory, or raise \
+                     memory.host by {needed} bytes",
+                    first.path.display()
+                ),
+                _ => "add space to memory.store, or raise memory.host".to_string(),
+            },
+        });
+    }
+    Ok(())
+}
