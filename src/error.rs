@@ -68,6 +68,17 @@ pub enum Error {
         /// Its holder, `0` where unknown.
         pid: u32,
     },
+    /// What was being read has been overwritten: no damage, the training has moved on.
+    #[error(
+        "{path}: generation {generation} was overwritten by the running training while it was \
+         read; read a newer one", path = path.display()
+    )]
+    Overwritten {
+        /// The file.
+        path: PathBuf,
+        /// Of the commit that was read.
+        generation: u64,
+    },
     /// A file of Terrace's own is damaged.
     #[error(
         "{path}: {what} at byte {offset}: expected {expected}, got {got}; {remedy}",
@@ -193,7 +204,7 @@ impl Error {
             Error::Input { .. } | Error::Budget { .. } | Error::Unsupported { .. } => 2,
             Error::Damaged { .. } | Error::ExtentChecksum { .. } => 3,
             Error::Io { .. } | Error::TileIo { .. } | Error::StoreFailed { .. } => 4,
-            Error::Busy { .. } => 5,
+            Error::Busy { .. } | Error::Overwritten { .. } => 5,
             Error::NonFinite { .. } | Error::Device { .. } => 1,
             Error::Interrupted { signal, .. } => u8::try_from(128 + signal).unwrap_or(1),
         }
@@ -233,7 +244,7 @@ impl Error {
 }
 
 /// A process by its id, `0` where unknown.
-fn holder_text(pid: u32) -> String {
+pub(crate) fn holder_text(pid: u32) -> String {
     match pid {
         0 => "another process".to_string(),
         pid => format!("process {pid}"),

@@ -1,6 +1,7 @@
 //! A checkpoint directory looked at from outside: what it holds, and whether all of it can be read.
 //!
-//! - Nothing is written but the lock, which a running owner refuses.
+//! - Nothing is written. A store under training is read beside it; what the training overwrites
+//!   meanwhile is counted apart from damage.
 //! - Verifying reads every extent of the commits asked for and goes on after the first that is
 //!   damaged.
 
@@ -9,13 +10,12 @@ use std::path::Path;
 use super::{Progress, own_ring};
 use crate::error::{Error, Result};
 use crate::host::Ring;
-use crate::store::CheckpointStore;
-use crate::store::format::Region;
+use crate::store::{CheckpointStore, Reader};
 use crate::tile::{EXTENT_BYTES_MAX, Section};
 
 /// A checkpoint directory, opened to look at.
 pub struct Inspection {
-    store: CheckpointStore,
+    store: Reader,
     ring: Ring,
 }
 
@@ -45,17 +45,19 @@ pub struct Verified {
     pub extents: u64,
     /// Their bytes.
     pub bytes: u64,
+    /// Extents that a running training overwrote before they were read: neither right nor damaged.
+    pub overwritten: u64,
     /// One for each damaged or unreadable extent or manifest.
     pub damage: Vec<Error>,
 }
 
 impl Inspection {
-    /// Opens the store of a directory.
+    /// Opens the store of a directory, beside a running training if there is one.
     ///
     /// # Errors
-    /// [`Error::Busy`] while a run has it; those of [`CheckpointStore::open_existing`].
+    /// Those of [`CheckpointStore::open_read_only`].
     pub fn open(directory: &Path) -> Result<Inspection> {
-        let store = CheckpointStore::open_existing(directory)?;
+        let store = CheckpointStore::open_read_only(directory)?;
         let ring = own_ring(EXTENT_BYTES_MAX)?;
         Ok(Inspection { store, ring })
     }
@@ -70,8 +72,12 @@ impl Inspection {
     /// # Errors
     /// [`Error::Damaged`] for metadata that is not a run's.
     pub fn commits(&self) -> Result<Vec<CommitSummary>> {
-        let generations = self.store.generations().into_iter();
+        let generations = self.store.generations();
+        if let ([], [first, ..]) = (&generations[..], self.store.lost()) {
+            return Err(self.lost(first.region, first.generation));
+        }
         generations
+            .into_iter()
             .map(|generation| self.summary(generation))
             .collect()
     }
@@ -125,7 +131,9 @@ impl Inspection {
             self.read_commit(commit.generation, &mut verified);
         }
         if step.is_none() {
-            verified.damage.extend(self.unreadable_manifests());
+            let lost = self.store.lost().iter();
+            let errors = lost.map(|lost| self.lost(lost.region, lost.generation));
+            verified.damage.extend(errors);
         }
         Ok(verified)
     }
@@ -143,31 +151,20 @@ impl Inspection {
                     verified.extents += 1;
                     verified.bytes += table.slot_bytes(index) as u64;
                 }
+                Err(Error::Overwritten { .. }) => verified.overwritten += 1,
                 Err(error) => verified.damage.push(error),
             }
         }
     }
 
-    /// Commits that the superblock names and that could not be read.
-    fn unreadable_manifests(&self) -> Vec<Error> {
-        let superblock = self.store.superblock();
-        let readable = self.store.generations();
-        let mut damage = Vec::new();
-        for (region, state) in superblock.regions.iter().enumerate() {
-            let Region::Committed { generation, .. } = state else {
-                continue;
-            };
-            if !readable.contains(generation) {
-                damage.push(Error::Damaged {
-                    path: self.store.path().to_path_buf(),
-                    what: format!("manifest of generation {generation}"),
-                    offset: superblock.geometry.manifest_offset(region, 0),
-                    expected: "one of its copies whole".to_string(),
-                    got: "none".to_string(),
-                    remedy: "resume from another commit".to_string(),
-                });
-            }
+    fn lost(&self, region: usize, generation: u64) -> Error {
+        Error::Damaged {
+            path: self.store.path().to_path_buf(),
+            what: format!("manifest of generation {generation}"),
+            offset: self.store.superblock().geometry.manifest_offset(region, 0),
+            expected: "one of its copies whole".to_string(),
+            got: "none".to_string(),
+            remedy: "resume from another commit".to_string(),
         }
-        damage
     }
 }

@@ -13,21 +13,22 @@
 
 use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
-
-use crossbeam_channel::Sender;
+use std::ops::{Deref, DerefMut};
+use std::path::Path;
 
 use super::commit;
 use super::directory;
-use super::disk::{self, Direction, Disk, Probe};
-use super::engine::{Counters, Done, Engine, Order};
-use super::format::{self, Geometry, Manifest, Region, SUPERBLOCK_COPIES, Superblock};
-use super::recover::{Reader, damaged};
-use super::{ExtentKey, ExtentTable, StoredSection, sys};
+use super::disk::{self, Disk, Probe};
+use super::format::{self, Geometry, Region, SUPERBLOCK_COPIES, Superblock};
+use super::reader::{absent, own_ring, spawn};
+use super::recover::{Found, Recovery, damaged};
+use super::{ExtentTable, Reader, StoredSection};
 use crate::config::IoEngine;
 use crate::error::{Error, Result};
-use crate::host::{HostArena, Lease, Ring, Span};
-use crate::tile::{EXTENT_BYTES_MAX, PAGE_BYTES};
+use crate::host::{Ring, Span};
+use crate::tile::PAGE_BYTES;
+
+pub(super) use super::reader::{Outcome, Tag, stopped};
 
 pub use super::commit::{Commit, Phase};
 
@@ -35,10 +36,6 @@ pub use super::commit::{Commit, Phase};
 pub const FILE_NAME: &str = "checkpoint.tiles";
 /// Name of the lock in its directory.
 pub const LOCK_NAME: &str = "checkpoint.lock";
-/// Slabs of the store's own, for manifests, zeros and payloads given as slices.
-const OWN_SLABS: usize = 4;
-/// Reads of [`CheckpointStore::read_all`] in flight.
-const READS_MAX: usize = 8;
 
 /// What a run wants of its checkpoint store.
 #[derive(Clone)]
@@ -67,39 +64,28 @@ impl Spec {
     }
 }
 
-/// An order's owner within the store.
-pub(super) struct Tag {
-    pub(super) number: usize,
-    pub(super) reply: Sender<Outcome>,
-}
-
-/// An order's outcome.
-pub(super) struct Outcome {
-    pub(super) number: usize,
-    /// Of a read; a written slab is back in its ring.
-    pub(super) slab: Option<Lease>,
-    pub(super) checksum: u128,
-    pub(super) result: io::Result<()>,
-}
-
-/// The checkpoint store.
+/// The checkpoint store: what a [`Reader`] reads, and the sole right to change it.
 pub struct CheckpointStore {
-    pub(super) path: PathBuf,
-    pub(super) engine: Engine<Tag>,
-    pub(super) ring: Ring,
-    pub(super) superblock: Superblock,
-    /// `None` in a store opened without a [`Spec`] that holds no commit.
-    pub(super) table: Option<ExtentTable>,
-    /// By region: its commit, if it has one that can be read.
-    pub(super) commits: Vec<Option<Manifest>>,
+    reader: Reader,
     /// Superblock copies that differ from the one in force.
     pub(super) stale: Vec<usize>,
     /// The first failure of a write or flush.
     pub(super) failure: Option<String>,
     pub(super) hook: Option<Box<dyn Fn(Phase) + Send>>,
-    sentences: Vec<String>,
-    /// Held until the engine is gone.
-    _lock: Option<File>,
+}
+
+impl Deref for CheckpointStore {
+    type Target = Reader;
+
+    fn deref(&self) -> &Reader {
+        &self.reader
+    }
+}
+
+impl DerefMut for CheckpointStore {
+    fn deref_mut(&mut self) -> &mut Reader {
+        &mut self.reader
+    }
 }
 
 impl CheckpointStore {
@@ -129,28 +115,33 @@ impl CheckpointStore {
         };
         store.sentences.splice(0..0, probe.warning);
         store.sentences.insert(0, probe.sentence);
-        store._lock = Some(lock);
+        store.lock = Some(lock);
         Ok(store)
     }
 
-    /// Opens a store as it is, whoever made it, to look at it or to resume.
+    /// Opens a store to read from: any number of readers at once, and beside a running training.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if there is none, [`Error::Unsupported`] if a later version made it,
+    /// [`Error::Damaged`] if no superblock can be believed. Commits that cannot be read are no
+    /// error: [`Reader::lost`] has them.
+    pub fn open_read_only(directory: &Path) -> Result<Reader> {
+        Reader::open(directory)
+    }
+
+    /// Opens a store as it is, whoever made it, alone.
     ///
     /// # Errors
     /// As [`CheckpointStore::open_or_create`]; [`Error::Io`] if there is none.
     pub fn open_existing(directory: &Path) -> Result<CheckpointStore> {
         let path = directory.join(FILE_NAME);
-        std::fs::symlink_metadata(&path).map_err(|source| Error::Io {
-            action: "open",
-            path: path.clone(),
-            source,
-            remedy: "; name a run's checkpoint.dir".to_string(),
-        })?;
+        std::fs::symlink_metadata(&path).map_err(|e| absent(&path, e))?;
         let lock = directory::lock(directory, LOCK_NAME)?;
         let probe = disk::probe(directory, None)?;
         let mut store = CheckpointStore::open_file(&path, &probe, None)?;
         store.sentences.splice(0..0, probe.warning);
         store.sentences.insert(0, probe.sentence);
-        store._lock = Some(lock);
+        store.lock = Some(lock);
         Ok(store)
     }
 
@@ -199,40 +190,28 @@ impl CheckpointStore {
             ));
         }
         let engine = spawn(path, disk)?;
-        let reader = Reader {
+        let recovery = Recovery {
             path,
             engine: &engine,
             ring: &own,
         };
-        let copies = reader.superblocks(bytes)?;
-        let superblock = reader.choose(&copies)?;
+        let found = recovery.find(bytes)?;
         if let Some(spec) = spec {
-            check_spec(path, &superblock, spec)?;
+            check_spec(path, &found.superblock, spec)?;
         }
-        let (commits, warnings) = reader.commits(&superblock)?;
-        let table = match spec {
-            Some(spec) => Some(ExtentTable::new(&spec.sections)),
-            None => commits
-                .iter()
-                .flatten()
-                .next()
-                .map(|found| found.table.clone()),
-        };
+        let found = found.readable()?;
         let stale = (0..SUPERBLOCK_COPIES)
-            .filter(|copy| copies[*copy].as_ref().ok() != Some(&superblock))
+            .filter(|copy| found.copies[*copy].as_ref().ok() != Some(&found.superblock))
             .collect();
+        let mut reader = Reader::new(path, engine, own, found);
+        if let Some(spec) = spec {
+            reader.table = Some(ExtentTable::new(&spec.sections));
+        }
         Ok(CheckpointStore {
-            path: path.to_path_buf(),
-            engine,
-            ring: own,
-            superblock,
-            table,
-            commits,
+            reader,
             stale,
             failure: None,
             hook: None,
-            sentences: warnings,
-            _lock: None,
         })
     }
 
@@ -263,127 +242,25 @@ impl CheckpointStore {
             geometry,
             regions: vec![Region::Free; geometry.region_count as usize],
         };
-        let mut store = CheckpointStore {
-            path: path.to_path_buf(),
-            engine: spawn(path, disk)?,
-            ring: own,
+        let found = Found {
+            copies: (0..SUPERBLOCK_COPIES)
+                .map(|_| Ok(superblock.clone()))
+                .collect(),
             commits: vec![None; superblock.regions.len()],
+            lost: Vec::new(),
             superblock: superblock.clone(),
-            table: Some(table),
+        };
+        let mut reader = Reader::new(path, spawn(path, disk)?, own, found);
+        reader.table = Some(table);
+        let mut store = CheckpointStore {
+            reader,
             stale: Vec::new(),
             failure: None,
             hook: None,
-            sentences: Vec::new(),
-            _lock: None,
         };
         store.write_superblock(&superblock, &[0, 1])?;
         store.write_superblock(&superblock, &[2, 3])?;
         Ok(store)
-    }
-
-    /// What to say once: engine, direct or buffered, file system; then warnings, damage among them.
-    pub fn sentences(&self) -> &[String] {
-        &self.sentences
-    }
-
-    /// The store's file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// The superblock in force: identity, sizes, regions.
-    pub fn superblock(&self) -> &Superblock {
-        &self.superblock
-    }
-
-    /// All extents of a commit; `None` in a store opened without a [`Spec`] that has no commit.
-    pub fn table(&self) -> Option<&ExtentTable> {
-        self.table.as_ref()
-    }
-
-    /// Generations that can be read, ascending.
-    pub fn generations(&self) -> Vec<u64> {
-        let mut found: Vec<u64> = self
-            .commits
-            .iter()
-            .flatten()
-            .map(|m| m.generation)
-            .collect();
-        found.sort_unstable();
-        found
-    }
-
-    /// The newest generation.
-    pub fn latest(&self) -> Option<u64> {
-        self.generations().last().copied()
-    }
-
-    /// What the trainer stored beside a generation.
-    ///
-    /// # Errors
-    /// [`Error::Input`] if there is no such generation.
-    pub fn metadata(&self, generation: u64) -> Result<Vec<u8>> {
-        Ok(self.manifest(generation)?.metadata.clone())
-    }
-
-    /// Checksum of an extent's padded bytes, as committed.
-    ///
-    /// # Errors
-    /// [`Error::Input`] if there is no such generation or extent.
-    pub fn extent_checksum(&self, generation: u64, key: ExtentKey) -> Result<u128> {
-        let manifest = self.manifest(generation)?;
-        Ok(manifest.checksums[self.index(manifest, key)?])
-    }
-
-    /// Reads one extent into a slab of at least its padded bytes and checks it.
-    ///
-    /// # Errors
-    /// [`Error::ExtentChecksum`], [`Error::TileIo`]; [`Error::Input`] if there is no such
-    /// generation or extent.
-    pub fn read(&self, generation: u64, key: ExtentKey, slab: Lease) -> Result<Lease> {
-        let manifest = self.manifest(generation)?;
-        let index = self.index(manifest, key)?;
-        let (reply, outcomes) = crossbeam_channel::bounded(1);
-        self.order_read(manifest, index, slab, reply)?;
-        let outcome = outcomes.recv().map_err(|_| stopped())?;
-        self.checked(manifest, outcome)
-    }
-
-    /// Reads extents, several at once, into slabs of `ring`, and gives each, checked, to `each`, in
-    /// no particular order. Its error ends the reading and is returned.
-    ///
-    /// # Errors
-    /// As [`CheckpointStore::read`].
-    pub fn read_all(
-        &self,
-        generation: u64,
-        keys: impl IntoIterator<Item = ExtentKey>,
-        ring: &Ring,
-        mut each: impl FnMut(ExtentKey, &Lease) -> Result<()>,
-    ) -> Result<()> {
-        let manifest = self.manifest(generation)?;
-        let (reply, outcomes) = crossbeam_channel::bounded(READS_MAX);
-        let mut keys = keys.into_iter().peekable();
-        let mut outstanding = 0;
-        while outstanding > 0 || keys.peek().is_some() {
-            while outstanding < READS_MAX && keys.peek().is_some() {
-                let slab = match ring.try_take() {
-                    Some(slab) => slab,
-                    None if outstanding == 0 => ring.take(),
-                    None => break,
-                };
-                let key = keys.next().expect("peeked above");
-                let index = self.index(manifest, key)?;
-                self.order_read(manifest, index, slab, reply.clone())?;
-                outstanding += 1;
-            }
-            let outcome = outcomes.recv().map_err(|_| stopped())?;
-            outstanding -= 1;
-            let key = manifest.table.key(outcome.number);
-            let slab = self.checked(manifest, outcome)?;
-            each(key, &slab)?;
-        }
-        Ok(())
     }
 
     /// Begins a commit of `generation`, which must be newer than all that the store holds.
@@ -399,116 +276,6 @@ impl CheckpointStore {
     pub fn set_phase_hook(&mut self, hook: Box<dyn Fn(Phase) + Send>) {
         self.hook = Some(hook);
     }
-
-    /// What moved since the store was opened.
-    pub fn counters(&self) -> Counters {
-        self.engine.counters()
-    }
-
-    fn manifest(&self, generation: u64) -> Result<&Manifest> {
-        let mut found = self.commits.iter().flatten();
-        found.find(|m| m.generation == generation).ok_or_else(|| {
-            Error::input(
-                "checkpoint",
-                self.path.display().to_string(),
-                format!("one of its generations {:?}", self.generations()),
-                generation.to_string(),
-                "name one of them",
-            )
-        })
-    }
-
-    fn index(&self, manifest: &Manifest, key: ExtentKey) -> Result<usize> {
-        manifest.table.index(key).ok_or_else(|| {
-            Error::input(
-                "checkpoint",
-                self.path.display().to_string(),
-                "an extent of the commit",
-                key.to_string(),
-                "name a tile, section and extent that it lists",
-            )
-        })
-    }
-
-    fn order_read(
-        &self,
-        manifest: &Manifest,
-        index: usize,
-        slab: Lease,
-        reply: Sender<Outcome>,
-    ) -> Result<()> {
-        let bytes = manifest.table.slot_bytes(index);
-        assert!(
-            slab.len() >= bytes,
-            "{:?} holds less than {bytes} bytes",
-            slab
-        );
-        let order = Order {
-            direction: Direction::Read,
-            offset: self.extent_offset(manifest.region as usize, &manifest.table, index),
-            payload: bytes,
-            bytes,
-            slab,
-            tag: Tag {
-                number: index,
-                reply,
-            },
-        };
-        self.engine.submit(order).map_err(|_| stopped())
-    }
-
-    /// The slab of a read that succeeded with the checksum that it should have.
-    fn checked(&self, manifest: &Manifest, outcome: Outcome) -> Result<Lease> {
-        let index = outcome.number;
-        let region = manifest.region as usize;
-        if let Err(source) = outcome.result {
-            return Err(self.tile_error("read", region, &manifest.table, index, source));
-        }
-        let key = manifest.table.key(index);
-        let expected = manifest.checksums[index];
-        if outcome.checksum != expected {
-            return Err(Error::ExtentChecksum {
-                path: self.path.clone(),
-                tile: key.place(),
-                extent: key.extent,
-                offset: self.extent_offset(region, &manifest.table, index),
-                expected,
-                got: outcome.checksum,
-            });
-        }
-        Ok(outcome.slab.expect("a read gives its slab back"))
-    }
-
-    pub(super) fn extent_offset(&self, region: usize, table: &ExtentTable, index: usize) -> u64 {
-        self.superblock.geometry.extents_offset(region) + table.offset(index)
-    }
-
-    pub(super) fn tile_error(
-        &self,
-        action: &'static str,
-        region: usize,
-        table: &ExtentTable,
-        index: usize,
-        source: io::Error,
-    ) -> Error {
-        let key = table.key(index);
-        Error::TileIo {
-            action,
-            path: self.path.clone(),
-            tile: key.place(),
-            extent: key.extent,
-            offset: self.extent_offset(region, table, index),
-            needed: table.slot_bytes(index) as u64,
-            free: sys::free_bytes(&self.path),
-            source,
-        }
-    }
-}
-
-pub(super) fn stopped() -> Error {
-    Error::StoreFailed {
-        first: "the store's thread has ended".to_string(),
-    }
 }
 
 fn unfit(path: &Path, spec: &Spec) -> Error {
@@ -519,28 +286,6 @@ fn unfit(path: &Path, spec: &Spec) -> Error {
         format!("keep {} and {} sections", spec.keep, spec.sections.len()),
         "change checkpoint.keep",
     )
-}
-
-fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<Engine<Tag>> {
-    let settle = |done: Done<Tag>| {
-        let outcome = Outcome {
-            number: done.tag.number,
-            slab: (done.direction == Direction::Read).then_some(done.slab),
-            checksum: done.checksum,
-            result: done.result,
-        };
-        // Whoever dropped the receiver wants no answer.
-        done.tag.reply.send(outcome).ok();
-    };
-    Engine::spawn(disk, settle).map_err(|e| Error::io("start a thread for", path, e))
-}
-
-/// Slabs of the store's own: at most 16 MiB, beside the host tier's budget.
-fn own_ring(table: Option<&ExtentTable>) -> Result<Ring> {
-    let largest = table.map_or(EXTENT_BYTES_MAX, |table| table.slot_bytes_max() as u64);
-    let slab = largest.clamp(16 * PAGE_BYTES, EXTENT_BYTES_MAX);
-    let mut cutter = HostArena::take(OWN_SLABS as u64 * slab)?;
-    Ok(cutter.cut_ring(OWN_SLABS, slab))
 }
 
 fn memory(own: &Ring, spec: Option<&Spec>) -> Vec<Span> {

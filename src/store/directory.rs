@@ -69,11 +69,9 @@ pub(super) fn lock(directory: &Path, name: &str) -> Result<File> {
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
-            let mut text = String::new();
-            (&file).take(20).read_to_string(&mut text).ok();
             return Err(Error::Busy {
                 path: directory.to_path_buf(),
-                pid: text.trim().parse().unwrap_or(0),
+                pid: holder(&file),
             });
         }
         Err(TryLockError::Error(source)) => return Err(Error::io("lock", &path, source)),
@@ -88,6 +86,58 @@ pub(super) fn lock(directory: &Path, name: &str) -> Result<File> {
     Ok(file)
 }
 
+/// What a reader got of a directory's lock.
+pub(super) enum Shared {
+    /// It is shared with other readers as long as the file is open; nobody writes.
+    Locked(File),
+    /// A process has it alone: its id, 0 where unknown.
+    Held(u32),
+    /// There is none to share, or the file system knows none: why.
+    None(String),
+}
+
+/// Shares the directory's lock with other readers. Writes nothing.
+pub(super) fn lock_shared(directory: &Path, name: &str) -> Result<Shared> {
+    let path = directory.join(name);
+    let without = |error: io::Error| Ok(Shared::None(format!("{}: {error}", path.display())));
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC)
+        .open(&path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) => return without(error),
+    };
+    match file.try_lock_shared() {
+        Ok(()) => Ok(Shared::Locked(file)),
+        Err(TryLockError::WouldBlock) => Ok(Shared::Held(holder(&file))),
+        Err(TryLockError::Error(error)) => without(error),
+    }
+}
+
+/// The process that has a lock: as the kernel says, else as the last one that had it alone noted;
+/// 0 where neither does.
+fn holder(file: &File) -> u32 {
+    let listed = || {
+        let found = file.metadata().ok()?;
+        let (major, minor) = (libc::major(found.dev()), libc::minor(found.dev()));
+        let place = format!("{major:02x}:{minor:02x}:{}", found.ino());
+        let locks = std::fs::read_to_string("/proc/locks").ok()?;
+        // `1: FLOCK  ADVISORY  WRITE 4711 fd:00:131 0 EOF`; who waits has `->` before FLOCK.
+        locks.lines().find_map(|line| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let is_it = words.get(1) == Some(&"FLOCK") && words.get(5) == Some(&place.as_str());
+            is_it.then(|| words[4].parse().ok()).flatten()
+        })
+    };
+    let noted = || {
+        let mut text = String::new();
+        file.take(20).read_to_string(&mut text).ok()?;
+        text.trim().parse().ok()
+    };
+    listed().or_else(noted).unwrap_or(0)
+}
+
 /// Opens a store's file, newly made if `fresh`. A link is refused.
 pub(super) fn open_file(path: &Path, direct: bool, fresh: bool) -> io::Result<File> {
     let direct = if direct { libc::O_DIRECT } else { 0 };
@@ -96,6 +146,19 @@ pub(super) fn open_file(path: &Path, direct: bool, fresh: bool) -> io::Result<Fi
         .write(true)
         .create_new(fresh)
         .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | direct)
+        .open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    Ok(file)
+}
+
+/// Opens a store's file to read. A link is refused.
+pub(super) fn open_to_read(path: &Path, direct: bool) -> io::Result<File> {
+    let direct = if direct { libc::O_DIRECT } else { 0 };
+    let file = OpenOptions::new()
+        .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | direct)
         .open(path)?;
     if !file.metadata()?.is_file() {

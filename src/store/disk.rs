@@ -287,6 +287,57 @@ pub fn probe(directory: &Path, wanted: Option<IoEngine>) -> Result<Probe> {
     })
 }
 
+/// A file opened to read.
+pub(super) struct OpenedToRead {
+    pub(super) disk: Box<dyn Disk>,
+    /// Its length.
+    pub(super) bytes: u64,
+    /// Engine and file system, in one sentence.
+    pub(super) sentence: String,
+}
+
+/// Opens a file to read, by io_uring where the kernel lets it work, without writing anywhere.
+pub(super) fn open_to_read(path: &Path, memory: &[Span]) -> Result<OpenedToRead> {
+    let open = |direct| {
+        let file = super::directory::open_to_read(path, direct)?;
+        let bytes = file.metadata()?.len();
+        if bytes >= PAGE_BYTES {
+            let mut cutter =
+                HostArena::take(PAGE_BYTES).map_err(|error| io::Error::other(error.to_string()))?;
+            file.read_at(cutter.cut(PAGE_BYTES).as_mut_slice(), 0)?;
+        }
+        Ok((file, bytes, direct))
+    };
+    let opened = open(true).or_else(|error| match is_unsupported(&error) {
+        true => open(false),
+        false => Err(error),
+    });
+    let (file, bytes, direct) = opened.map_err(|e| Error::io("open", path, e))?;
+    let whole = bytes / PAGE_BYTES * PAGE_BYTES;
+    let file = Arc::new(file);
+    let (disk, engine): (Box<dyn Disk>, _) =
+        match UringDisk::new(file.clone(), whole, direct, memory) {
+            Ok(disk) => (Box::new(disk), "io_uring"),
+            Err(_) => {
+                let pool =
+                    PoolDisk::new(file, whole).map_err(|e| Error::io("start I/O on", path, e))?;
+                (Box::new(pool), "pread pool")
+            }
+        };
+    let system = sys::file_system(path).map_err(|e| Error::io("look at", path, e))?;
+    let sentence = format!(
+        "{}: {engine}, {} I/O, {}, read-only",
+        path.display(),
+        if direct { "direct" } else { "buffered" },
+        system.name,
+    );
+    Ok(OpenedToRead {
+        disk,
+        bytes,
+        sentence,
+    })
+}
+
 fn is_unsupported(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),

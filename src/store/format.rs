@@ -280,6 +280,17 @@ fn zeros(bytes: &[u8], fields: &[Field]) -> Result<(), Flaw> {
 }
 
 impl Superblock {
+    /// Generations that its regions hold, ascending.
+    pub fn generations(&self) -> Vec<u64> {
+        let held = self.regions.iter().filter_map(|region| match region {
+            Region::Free => None,
+            Region::Committed { generation, .. } => Some(*generation),
+        });
+        let mut held: Vec<u64> = held.collect();
+        held.sort_unstable();
+        held
+    }
+
     /// The page of copy number `copy`.
     pub fn encode(&self, copy: usize) -> Vec<u8> {
         use superblock::*;

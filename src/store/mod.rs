@@ -20,6 +20,7 @@ mod engine;
 #[doc = include_str!("FORMAT.md")]
 pub mod format;
 mod pool;
+mod reader;
 mod recover;
 pub mod scratch;
 pub mod sim;
@@ -34,6 +35,8 @@ use crate::tile::{EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section, TileId, TileL
 
 pub use checkpoint::{CheckpointStore, Commit, Phase, Spec};
 pub use engine::{Counters, Flow};
+pub use reader::{Reader, Recheck};
+pub use recover::Lost;
 pub use scratch::{Completion, Request, Scratch};
 
 /// Names an extent: elements `extent * EXTENT_ELEMENTS ..` of one section of one tile.

@@ -10,10 +10,10 @@
 use std::io;
 use std::path::Path;
 
-use super::checkpoint::Tag;
 use super::disk::Direction;
 use super::engine::{Engine, Order};
 use super::format::{self, Manifest, Region, SUPERBLOCK_COPIES, Superblock};
+use super::reader::Tag;
 use crate::error::{Error, Result};
 use crate::host::Ring;
 use crate::tile::PAGE_BYTES;
@@ -21,14 +21,73 @@ use crate::tile::PAGE_BYTES;
 /// A superblock copy, or why there is none.
 pub(super) type Copy = std::result::Result<Superblock, Error>;
 
-/// What opening reads.
-pub(super) struct Reader<'a> {
+/// A commit that the superblock names and that cannot be read.
+#[derive(Debug)]
+pub struct Lost {
+    /// Its region.
+    pub region: usize,
+    /// Its generation.
+    pub generation: u64,
+    /// Why: of its first manifest copy.
+    pub error: Error,
+}
+
+impl Lost {
+    pub(super) fn sentence(&self) -> String {
+        format!(
+            "generation {} is lost: {}; or go on from the commits that are left",
+            self.generation, self.error
+        )
+    }
+}
+
+/// What a store holds.
+pub(super) struct Found {
+    /// By number.
+    pub(super) copies: Vec<Copy>,
+    /// In force.
+    pub(super) superblock: Superblock,
+    /// By region.
+    pub(super) commits: Vec<Option<Manifest>>,
+    pub(super) lost: Vec<Lost>,
+}
+
+impl Found {
+    /// Refused if there are commits and none of them can be read.
+    pub(super) fn readable(mut self) -> Result<Found> {
+        if self.commits.iter().all(Option::is_none) && !self.lost.is_empty() {
+            return Err(self.lost.swap_remove(0).error);
+        }
+        Ok(self)
+    }
+}
+
+/// What opening reads with.
+pub(super) struct Recovery<'a> {
     pub(super) path: &'a Path,
     pub(super) engine: &'a Engine<Tag>,
     pub(super) ring: &'a Ring,
 }
 
-impl Reader<'_> {
+impl Recovery<'_> {
+    /// Everything that the store of a file of `bytes` holds.
+    pub(super) fn find(&self, bytes: u64) -> Result<Found> {
+        let copies = self.superblocks(bytes)?;
+        let superblock = self.choose(&copies)?;
+        let (commits, lost) = self.commits(&superblock);
+        Ok(Found {
+            copies,
+            superblock,
+            commits,
+            lost,
+        })
+    }
+
+    /// The superblock in force now.
+    pub(super) fn superblock(&self, bytes: u64) -> Result<Superblock> {
+        self.choose(&self.superblocks(bytes)?)
+    }
+
     fn read(&self, offset: u64, bytes: u64) -> io::Result<Vec<u8>> {
         let mut read = Vec::with_capacity(bytes as usize);
         let (reply, outcomes) = crossbeam_channel::bounded(1);
@@ -57,7 +116,7 @@ impl Reader<'_> {
 
     /// All copies: the superblock, or why there is none. Refuses a newer version and a file whose
     /// length is not the one that its superblocks name.
-    pub(super) fn superblocks(&self, bytes: u64) -> Result<Vec<Copy>> {
+    fn superblocks(&self, bytes: u64) -> Result<Vec<Copy>> {
         let mut copies = Vec::with_capacity(SUPERBLOCK_COPIES);
         for copy in 0..SUPERBLOCK_COPIES {
             let offset = format::superblock_offset(copy);
@@ -97,7 +156,7 @@ impl Reader<'_> {
     }
 
     /// The superblock in force; FORMAT.md, "Opening", says which.
-    pub(super) fn choose(&self, copies: &[Copy]) -> Result<Superblock> {
+    fn choose(&self, copies: &[Copy]) -> Result<Superblock> {
         let mut found: Vec<&Superblock> = copies.iter().flatten().collect();
         found.sort_by_key(|superblock| std::cmp::Reverse(superblock.sequence));
         let mut agreed = None;
@@ -141,88 +200,81 @@ impl Reader<'_> {
         newest.is_none_or(|(_, index)| self.commit(superblock, index).is_ok())
     }
 
-    /// Every region's commit, and sentences about those that cannot be read. Refused if there are
-    /// commits and none of them can.
-    pub(super) fn commits(
-        &self,
-        superblock: &Superblock,
-    ) -> Result<(Vec<Option<Manifest>>, Vec<String>)> {
+    fn commits(&self, superblock: &Superblock) -> (Vec<Option<Manifest>>, Vec<Lost>) {
         let mut commits = vec![None; superblock.regions.len()];
-        let mut warnings = Vec::new();
-        let mut first = None;
-        for (index, slot) in commits.iter_mut().enumerate() {
-            let Region::Committed { generation, .. } = superblock.regions[index] else {
+        let mut lost = Vec::new();
+        for (region, slot) in commits.iter_mut().enumerate() {
+            let Region::Committed { generation, .. } = superblock.regions[region] else {
                 continue;
             };
-            match self.commit(superblock, index) {
+            match self.commit(superblock, region) {
                 Ok(manifest) => *slot = Some(manifest),
-                Err(error) => {
-                    warnings.push(format!(
-                        "generation {generation} is lost: {error}; or go on from the commits that \
-                         are left"
-                    ));
-                    first.get_or_insert(error);
-                }
+                Err(error) => lost.push(Lost {
+                    region,
+                    generation,
+                    error,
+                }),
             }
         }
-        match first {
-            Some(error) if commits.iter().all(Option::is_none) => Err(error),
-            _ => Ok((commits, warnings)),
-        }
+        (commits, lost)
     }
 
     /// The first manifest copy of a committed region that is whole and the one named.
-    fn commit(&self, superblock: &Superblock, index: usize) -> Result<Manifest> {
+    fn commit(&self, superblock: &Superblock, region: usize) -> Result<Manifest> {
+        let mut refusal = None;
+        for copy in 0..format::MANIFEST_COPIES {
+            match self.manifest(superblock, region, copy) {
+                Ok(found) => return Ok(found),
+                Err(error) => refusal.get_or_insert(error),
+            };
+        }
+        Err(refusal.expect("every copy was refused"))
+    }
+
+    /// A manifest copy of a committed region, if it is whole and the one that `superblock` names.
+    ///
+    /// # Panics
+    /// If the region is free.
+    pub(super) fn manifest(
+        &self,
+        superblock: &Superblock,
+        region: usize,
+        copy: u64,
+    ) -> Result<Manifest> {
         let Region::Committed {
             generation,
             manifest_bytes,
             manifest_checksum,
-        } = superblock.regions[index]
+        } = superblock.regions[region]
         else {
-            unreachable!("asked for committed regions only")
+            panic!("region {region} is free")
         };
         let geometry = &superblock.geometry;
-        let mut refusal = None;
-        for copy in 0..format::MANIFEST_COPIES {
-            let offset = geometry.manifest_offset(index, copy);
-            let read = self.read(offset, manifest_bytes.next_multiple_of(PAGE_BYTES));
-            let mut bytes = match read {
-                Ok(bytes) => bytes,
-                Err(error) => {
-                    refusal.get_or_insert(Error::io("read a manifest of", self.path, error));
-                    continue;
-                }
-            };
-            bytes.truncate(manifest_bytes as usize);
-            let error = match Manifest::decode(&bytes, geometry) {
-                Ok(found)
-                    if format::manifest_checksum(&bytes) == manifest_checksum
-                        && found.region as usize == index
-                        && found.generation == generation
-                        && found.store_uuid == superblock.store_uuid
-                        && found.model_hash == superblock.model_hash
-                        && format::layout_hash(&found.table) == superblock.layout_hash =>
-                {
-                    return Ok(found);
-                }
-                Ok(found) => damaged(
-                    self.path,
-                    "manifest",
-                    offset,
-                    &format!("generation {generation} of region {index}"),
-                    &format!("another one (generation {})", found.generation),
-                ),
-                Err(flaw) => damaged(
-                    self.path,
-                    flaw.what,
-                    offset + flaw.offset as u64,
-                    &flaw.expected,
-                    &flaw.got,
-                ),
-            };
-            refusal.get_or_insert(error);
+        let offset = geometry.manifest_offset(region, copy);
+        let mut bytes = self
+            .read(offset, manifest_bytes.next_multiple_of(PAGE_BYTES))
+            .map_err(|error| Error::io("read a manifest of", self.path, error))?;
+        bytes.truncate(manifest_bytes as usize);
+        let found = Manifest::decode(&bytes, geometry).map_err(|flaw| {
+            let at = offset + flaw.offset as u64;
+            damaged(self.path, flaw.what, at, &flaw.expected, &flaw.got)
+        })?;
+        let named = format::manifest_checksum(&bytes) == manifest_checksum
+            && found.region as usize == region
+            && found.generation == generation
+            && found.store_uuid == superblock.store_uuid
+            && found.model_hash == superblock.model_hash
+            && format::layout_hash(&found.table) == superblock.layout_hash;
+        if !named {
+            return Err(damaged(
+                self.path,
+                "manifest",
+                offset,
+                &format!("generation {generation} of region {region}"),
+                &format!("another one (generation {})", found.generation),
+            ));
         }
-        Err(refusal.expect("every copy was refused"))
+        Ok(found)
     }
 }
 
