@@ -182,6 +182,29 @@ fn lost_commits_do_not_keep_a_reader_out() {
     assert_eq!(whole, [true, false, true, true]);
 }
 
+/// Both manifests of the newest commit are gone: the next commit takes its place among those that
+/// are kept, not the place of the last one that can be read.
+#[test]
+fn a_lost_commit_is_freed_before_one_that_can_be_read() {
+    let (directory, ring) = (tempfile::tempdir().unwrap(), ring());
+    let store = committed(directory.path(), 3);
+    let sizes = store.superblock().geometry;
+    let region = store.manifest(3).unwrap().region as usize;
+    let path = store.path().to_path_buf();
+    drop(store);
+    let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+    for copy in 0..2 {
+        file.write_all_at(&[9], sizes.manifest_offset(region, copy) + 70)
+            .unwrap();
+    }
+    let mut store = CheckpointStore::open_or_create(directory.path(), &spec()).unwrap();
+    assert_eq!((store.generations(), store.next_generation()), (vec![2], 4));
+    commit(&mut store, 4);
+    assert_eq!(store.superblock().generations(), [2, 4]);
+    read(&store, 2, &ring).unwrap();
+    read(&store, 4, &ring).unwrap();
+}
+
 #[test]
 fn readers_beside_a_training_that_commits_without_pause_see_no_damage() {
     let directory = tempfile::tempdir().unwrap();

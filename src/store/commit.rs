@@ -220,7 +220,8 @@ impl Commit<'_> {
             metadata: metadata.to_vec(),
         };
         let region = self.write_manifest(&manifest)?;
-        let superblock = succeed(&self.store.superblock, self.region, region);
+        let readable = |region: usize| self.store.commits[region].is_some();
+        let superblock = succeed(&self.store.superblock, self.region, region, readable);
         self.store.write_superblock(&superblock, &[0, 1])?;
         self.store.reached(Phase::SuperblockHalf);
         self.store.write_superblock(&superblock, &[2, 3])?;
@@ -292,11 +293,17 @@ impl Drop for Commit<'_> {
     }
 }
 
-/// The superblock after a commit: the new region, and the oldest ones freed beyond `keep`.
-fn succeed(superblock: &Superblock, index: usize, region: Region) -> Superblock {
+/// The superblock after a commit: the new region, and beyond `keep` those freed that cannot be
+/// read, then the oldest.
+fn succeed(
+    superblock: &Superblock,
+    new: usize,
+    region: Region,
+    readable: impl Fn(usize) -> bool,
+) -> Superblock {
     let mut next = superblock.clone();
     next.sequence += 1;
-    next.regions[index] = region;
+    next.regions[new] = region;
     loop {
         let held = next
             .regions
@@ -304,17 +311,19 @@ fn succeed(superblock: &Superblock, index: usize, region: Region) -> Superblock 
             .enumerate()
             .filter_map(|(index, region)| match region {
                 Region::Free => None,
-                Region::Committed { generation, .. } => Some((*generation, index)),
+                Region::Committed { generation, .. } => {
+                    Some((index == new || readable(index), *generation, index))
+                }
             });
-        let held: Vec<(u64, usize)> = held.collect();
+        let held: Vec<(bool, u64, usize)> = held.collect();
         if held.len() <= superblock.keep as usize {
             return next;
         }
-        let (_, oldest) = held
+        let (.., first) = held
             .into_iter()
             .min()
             .expect("more than keep, which is at least 1");
-        next.regions[oldest] = Region::Free;
+        next.regions[first] = Region::Free;
     }
 }
 
