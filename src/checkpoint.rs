@@ -147,7 +147,7 @@ pub fn model_hash(spec: &ModelSpec, precision: Precision) -> u128 {
         }
     }
     names.push_str(&format!("{:?} {precision:?}", spec.family));
-    xxhash_rust::xxh3::xxh3_128(names.as_bytes())
+    twox_hash::XxHash3_128::oneshot(names.as_bytes())
 }
 
 /// Where a configuration's commits go.

@@ -152,7 +152,7 @@ impl RunConfig {
                 text.push_str(&format!("{} = {value}\n", key.path()));
             }
         }
-        xxhash_rust::xxh3::xxh3_128(text.as_bytes())
+        twox_hash::XxHash3_128::oneshot(text.as_bytes())
     }
 
     /// What differs from the run that is resumed, in the order of the keys.

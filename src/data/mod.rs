@@ -28,7 +28,7 @@ use std::path::PathBuf;
 
 use rayon::prelude::*;
 use serde_json::Value;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_128;
 
 pub use cursor::{Batches, Cursor, eval_micros};
 pub use preview::preview;
@@ -207,14 +207,14 @@ impl Dataset {
 
     /// A checksum of tokens, mask and rows: what a resumed run must find again.
     pub fn fingerprint(&self) -> u128 {
-        let mut hash = Xxh3::new();
+        let mut hash = XxHash3_128::new();
         for &token in &self.tokens {
-            hash.update(&token.to_le_bytes());
+            hash.write(&token.to_le_bytes());
         }
         for &word in self.trained.iter().chain(&self.starts) {
-            hash.update(&word.to_le_bytes());
+            hash.write(&word.to_le_bytes());
         }
-        hash.digest128()
+        hash.finish_128()
     }
 
     fn range(&self, row: u32) -> std::ops::Range<usize> {

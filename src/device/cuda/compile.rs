@@ -109,7 +109,7 @@ fn options(architecture: &str) -> Vec<String> {
 }
 
 fn key(source: &Source, options: &[String], version: (i32, i32)) -> u128 {
-    let mut hash = xxhash_rust::xxh3::Xxh3::new();
+    let mut hash = twox_hash::XxHash3_128::new();
     let words = [source.name, source.text, &format!("{version:?}")];
     let headers = HEADERS.iter().flat_map(|(name, text)| [*name, *text]);
     for word in words
@@ -117,10 +117,10 @@ fn key(source: &Source, options: &[String], version: (i32, i32)) -> u128 {
         .chain(headers)
         .chain(options.iter().map(String::as_str))
     {
-        hash.update(&(word.len() as u64).to_le_bytes());
-        hash.update(word.as_bytes());
+        hash.write(&(word.len() as u64).to_le_bytes());
+        hash.write(word.as_bytes());
     }
-    hash.digest128()
+    hash.finish_128()
 }
 
 /// Major and minor; the library is present. [`Error::Device`] if it is too old.
@@ -255,7 +255,7 @@ fn read_cached(path: &Path) -> Option<Vec<u8>> {
         return None;
     }
     let code = bytes.split_off(CACHE_HEADER_BYTES);
-    let sum = xxhash_rust::xxh3::xxh3_128(&code);
+    let sum = twox_hash::XxHash3_128::oneshot(&code);
     (bytes == sum.to_le_bytes()).then_some(code)
 }
 
@@ -267,7 +267,7 @@ fn write_cached(path: &Path, code: &[u8]) -> std::io::Result<()> {
         .truncate(true)
         .mode(0o600)
         .open(&partial)?;
-    file.write_all(&xxhash_rust::xxh3::xxh3_128(code).to_le_bytes())?;
+    file.write_all(&twox_hash::XxHash3_128::oneshot(code).to_le_bytes())?;
     file.write_all(code)?;
     drop(file);
     std::fs::rename(&partial, path)

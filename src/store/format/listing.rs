@@ -3,7 +3,7 @@
 //! Entries tile the region's extents in ascending order without a gap; anything else is a flaw,
 //! whatever its checksum says.
 
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_128;
 
 use super::{
     ExtentKey, ExtentTable, Field, Flaw, Geometry, MANIFEST_MAGIC, METADATA_BYTES_MAX, Section,
@@ -33,10 +33,10 @@ pub struct Manifest {
 
 /// Checksum of a manifest: all its bytes but the checksum's own.
 pub fn manifest_checksum(bytes: &[u8]) -> u128 {
-    let mut hash = Xxh3::new();
-    hash.update(&bytes[..manifest::CHECKSUM.start]);
-    hash.update(&bytes[manifest::BYTES..]);
-    hash.digest128()
+    let mut hash = XxHash3_128::new();
+    hash.write(&bytes[..manifest::CHECKSUM.start]);
+    hash.write(&bytes[manifest::BYTES..]);
+    hash.finish_128()
 }
 
 impl Manifest {
