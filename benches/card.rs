@@ -24,7 +24,7 @@ use terrace::model::ModelSpec;
 use terrace::plan::bytes_text;
 use terrace::schedule::simulate::fastest;
 use terrace::stats::WAIT_NAMES;
-use terrace::step::{Engine, StepSettings};
+use terrace::step::{CARD_LANE, Engine, StepSettings};
 use terrace::train::{build_engine, choose_device, resolve_budgets};
 
 struct Arguments {
@@ -132,7 +132,15 @@ fn bench(arguments: &Arguments) -> Result<()> {
         "memory taken and filled in {:.1} s",
         started.elapsed().as_secs_f64()
     );
-    let (seconds, waits, losses) = run_steps(&mut engine, &spec, arguments)?;
+    let (seconds, waits, losses, steady) = run_steps(&mut engine, &spec, arguments)?;
+    engine.drain()?;
+    let stats = &engine.tiers().stats;
+    if let Some(busy) = stats.busy_share(CARD_LANE, steady) {
+        println!(
+            "compute busy on the card: {:.1} % of the steps after the first two",
+            100.0 * busy
+        );
+    }
     if let (Some(path), Some(trace)) = (&arguments.trace, engine.tiers().stats.chrome_trace()) {
         std::fs::write(path, trace).map_err(|e| Error::io("write", path, e))?;
     }
@@ -190,11 +198,12 @@ fn run_steps(
     engine: &mut Engine,
     spec: &ModelSpec,
     arguments: &Arguments,
-) -> Result<(f64, Value, Vec<f64>)> {
+) -> Result<(f64, Value, Vec<f64>, Instant)> {
     const WARM_UP: usize = 2;
     let train = &arguments.run.train;
     let (mut seconds, mut losses) = (Vec::new(), Vec::new());
     let mut last = Instant::now();
+    let mut steady = last;
     let mut snapshot = engine.tiers().stats.snapshot();
     for step in 0..arguments.steps + WARM_UP {
         let settings = StepSettings {
@@ -221,6 +230,7 @@ fn run_steps(
             seconds.push(elapsed);
         } else {
             snapshot = engine.tiers().stats.snapshot();
+            steady = Instant::now();
         }
         last = Instant::now();
     }
@@ -234,7 +244,8 @@ fn run_steps(
         .collect();
     waits.insert("update".to_string(), (waited.update_seconds / steps).into());
     seconds.sort_by(f64::total_cmp);
-    Ok((seconds[seconds.len() / 2], Value::Object(waits), losses))
+    let median = seconds[seconds.len() / 2];
+    Ok((median, Value::Object(waits), losses, steady))
 }
 
 /// Sequences of pseudo-random tokens.

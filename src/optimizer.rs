@@ -17,6 +17,8 @@ mod sweep;
 
 pub use rate::learning_rate;
 
+use std::ops::Range;
+
 use crate::tile::join_master;
 
 /// Elements of a piece of [`adamw_parallel`]: 896 KiB over all arrays of a split master.
@@ -304,6 +306,62 @@ pub fn adamw_parallel(
         decayed,
         Span::new(weight, moment1, moment2, gradient),
     );
+}
+
+/// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap.
+///
+/// # Panics
+/// As [`adamw`], or if a range leaves the span.
+#[expect(clippy::too_many_arguments, reason = "as adamw, with the ranges")]
+pub fn adamw_ranges(
+    isa: Isa,
+    step: &AdamwStep,
+    decayed: usize,
+    weight: WeightSpan<'_>,
+    moment1: &mut [f32],
+    moment2: &mut [f32],
+    gradient: GradientSpan<'_>,
+    ranges: &[Range<usize>],
+) {
+    assert!(isa.available(), "this processor has no {isa}");
+    let span = Span::new(weight, moment1, moment2, gradient);
+    update_ranges(isa, step, decayed, span, 0, ranges);
+}
+
+/// Updates the elements in `ranges` of a span whose first element has index `first`.
+fn update_ranges(
+    isa: Isa,
+    step: &AdamwStep,
+    decayed: usize,
+    span: Span<'_>,
+    first: usize,
+    ranges: &[Range<usize>],
+) {
+    match ranges {
+        [] => {}
+        [range] => {
+            let (_, span) = span.split_at(range.start - first);
+            let (span, _) = span.split_at(range.len());
+            update_pieces(isa, step, decayed.saturating_sub(range.start), span);
+        }
+        _ => {
+            let (low, high) = ranges.split_at(ranges.len() / 2);
+            let middle = high[0].start;
+            let (span, rest) = span.split_at(middle - first);
+            // A span that one thread takes in no time is not worth another thread's waking.
+            let few: usize = ranges.iter().map(Range::len).sum();
+            let halves = (
+                || update_ranges(isa, step, decayed, span, first, low),
+                || update_ranges(isa, step, decayed, rest, middle, high),
+            );
+            if few <= PIECE_ELEMENTS {
+                (halves.0)();
+                (halves.1)();
+            } else {
+                rayon::join(halves.0, halves.1);
+            }
+        }
+    }
 }
 
 fn update_pieces(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {

@@ -193,7 +193,12 @@ pub enum Action {
     },
     /// The global norm, and the factor that clips it.
     Clip,
-    /// AdamW over a tile.
+    /// AdamW over the rows of the embed tile that the next step names, so that it can begin.
+    UpdateRows {
+        /// The tile's gradient.
+        slot: GradientSlot,
+    },
+    /// AdamW over a tile: of the embed tile, over the rows that [`Action::UpdateRows`] left.
     Update {
         /// Layer.
         layer: u16,

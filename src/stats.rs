@@ -142,6 +142,39 @@ impl Stats {
         }
     }
 
+    /// Whether a trace is kept.
+    pub fn traces(&self) -> bool {
+        self.trace.is_some()
+    }
+
+    /// Records an event whose times are known, if a trace is kept.
+    pub fn trace_at(&self, lane: &'static str, name: String, start: Instant, length: Duration) {
+        let Some(trace) = &self.trace else { return };
+        let mut events = trace.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.len() < TRACE_EVENTS_MAX {
+            let start = start.saturating_duration_since(self.started);
+            events.push(TraceEvent {
+                lane,
+                name,
+                start,
+                length,
+            });
+        }
+    }
+
+    /// Share of the time that a lane was at work, from the first of its actions that began at
+    /// `from` or later to the end of its last; its actions do not overlap. `None` without any.
+    pub fn busy_share(&self, lane: &str, from: Instant) -> Option<f64> {
+        let from = from.saturating_duration_since(self.started);
+        let events = self.trace.as_ref()?;
+        let events = events.lock().unwrap_or_else(PoisonError::into_inner);
+        let wanted = events.iter().filter(|e| e.lane == lane && e.start >= from);
+        let busy: Duration = wanted.clone().map(|event| event.length).sum();
+        let first = wanted.clone().map(|event| event.start).min()?;
+        let last = wanted.map(|event| event.start + event.length).max()?;
+        Some(busy.as_secs_f64() / (last - first).as_secs_f64())
+    }
+
     /// Numbers at this instant.
     pub fn snapshot(&self) -> Snapshot {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);

@@ -12,8 +12,10 @@
 //!
 //! What is done and in which order is decided in `schedule`; how bytes move, in `transfer`.
 
+mod card_trace;
 mod lanes;
 mod marker;
+mod named;
 mod poison;
 mod progress;
 mod update;
@@ -33,7 +35,10 @@ use crate::optimizer::{AdamwStep, Isa, clip_coefficient};
 use crate::plan::Plan;
 use crate::schedule::{Action, Form, Lane, Schedule};
 use crate::transfer::Tiers;
+pub use card_trace::CARD_LANE;
+use card_trace::CardTrace;
 use marker::Marker;
+use named::NamedRows;
 use progress::{Failure, Progress};
 
 /// How AdamW runs in a step; the bias corrections and the rate are computed from it.
@@ -82,6 +87,8 @@ struct PassData {
     grad_norm: OnceLock<f64>,
     /// Logits by micro-batch, in the generating form.
     logits: Mutex<Vec<Vec<f32>>>,
+    /// Embedding rows that were updated ahead of the others.
+    rows_ahead: OnceLock<Arc<[u32]>>,
 }
 
 /// One run of a schedule.
@@ -111,6 +118,7 @@ struct Shared {
     /// Named in errors of a non-finite step.
     last_commit: Mutex<String>,
     observer: OnceLock<Observer>,
+    named: NamedRows,
 }
 
 /// A schedule in use: its table of what is done.
@@ -127,6 +135,7 @@ pub struct Engine {
     lanes: Vec<(Sender<Arc<Pass>>, JoinHandle<()>)>,
     /// Only where the device is asynchronous.
     marker: Option<Marker>,
+    card_trace: Option<CardTrace>,
     train: Option<Track>,
     forward: Option<Track>,
 }
@@ -144,15 +153,18 @@ impl Engine {
             failure: Arc::new(Failure::default()),
             last_commit: Mutex::new("there is no commit yet".to_string()),
             observer: OnceLock::new(),
+            named: NamedRows::default(),
         });
         shared.write_rope_table(spec);
         shared.tiers.device.check()?;
         let asynchronous = shared.tiers.device.is_asynchronous();
         let marker = asynchronous.then(|| Marker::start(&shared)).transpose()?;
+        let card_trace = CardTrace::start(&shared.tiers.device, &shared.tiers.stats);
         let mut engine = Engine {
             shared,
             lanes: Vec::new(),
             marker,
+            card_trace,
             train: None,
             forward: None,
         };
@@ -215,6 +227,7 @@ impl Engine {
         assert_eq!(micros.len() as u64, self.shared.plan.map.shape.micros);
         let pass = Self::next_pass(self.train.as_mut(), micros, Some(settings));
         let shared = &pass.data;
+        self.shared.named.name(pass.number - 1, &shared.sorted);
         let tokens = shared
             .micros
             .iter()
@@ -262,11 +275,18 @@ impl Engine {
 
     /// Waits until every update has been made and every tile is home.
     pub fn drain(&self) -> Result<()> {
+        if let Some(track) = &self.train {
+            self.shared.named.name(track.number, &[]);
+        }
         for track in self.train.iter().chain(&self.forward) {
             track.progress.wait_all(track.number)?;
         }
-        self.shared.tiers.device.settle();
-        self.shared.tiers.device.check()?;
+        let tiers = &self.shared.tiers;
+        tiers.device.settle();
+        tiers.device.check()?;
+        if let Some(trace) = &self.card_trace {
+            trace.flush(&tiers.device, &tiers.stats);
+        }
         self.check_failure()
     }
 
@@ -326,6 +346,7 @@ impl Engine {
                 adamw,
                 grad_norm: OnceLock::new(),
                 logits: Mutex::new(vec![Vec::new(); micros.len()]),
+                rows_ahead: OnceLock::new(),
                 micros,
             },
         })
@@ -339,7 +360,13 @@ impl Engine {
         }
         self.shared.tiers.device.enter(Queue::Compute);
         lanes::walk(&self.shared, Lane::Compute, pass, |index, action| {
+            let device = &self.shared.tiers.device;
+            let traced = self.card_trace.as_ref();
+            let from = traced.and_then(|_| device.timed_point());
             self.shared.compute(pass, action)?;
+            if let Some(trace) = traced {
+                trace.ends(device, action, from);
+            }
             self.shared.poison_after(pass, index);
             self.shared.check_device(action)?;
             match &self.marker {

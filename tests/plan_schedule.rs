@@ -517,7 +517,9 @@ fn action_count(plan: &Plan, schedule: &Schedule) -> u64 {
     }
     let promotes = (blocks - here).saturating_sub(plan.map.shape.buffers);
     let clears = blocks + 2;
-    let finished = 3 * (blocks + 2) + parked + 2 * here;
+    let spills = plan.tiles[0].spilled().next().is_some();
+    let rows = u64::from(plan.deferred > 0 && !spills);
+    let finished = 3 * (blocks + 2) + parked + 2 * here + rows;
     let backward = promotes + blocks + blocks * micros + micros + clears + finished;
     forward + backward + u64::from(plan.clipping)
 }

@@ -135,6 +135,23 @@ impl Device {
         }
     }
 
+    /// As [`Device::point`], with the time at which the device comes to it; `None` where operations
+    /// are done when they return.
+    pub fn timed_point(&self) -> Option<Point> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => cuda.timed_point(),
+        }
+    }
+
+    /// Seconds from one timed point to another, both reached.
+    pub fn seconds_between(&self, from: &Point, to: &Point) -> f64 {
+        match self {
+            Device::Cpu(_) => 0.0,
+            Device::Cuda(cuda) => cuda.seconds_between(from, to),
+        }
+    }
+
     /// Waits for a point of this device.
     pub fn reach(&self, point: &Point) {
         if let Device::Cuda(cuda) = self {

@@ -21,7 +21,10 @@ pub(super) struct Builder<'a> {
     pub(super) demoted: Vec<Option<u32>>,
     /// By layer: the copy of its gradient to where it waits on the device.
     parked: Vec<Option<u32>>,
+    /// By layer: its update, the whole of it.
     pub(super) updated: Vec<Option<u32>>,
+    /// The update of the embedding rows that the next step names.
+    pub(super) rows_updated: Option<u32>,
     /// By shared gradient slot (two of blocks, the wide one): the last update from it.
     slot_users: [Option<u32>; 3],
     /// By weight slot: the last return from it.
@@ -48,6 +51,7 @@ impl<'a> Builder<'a> {
             demoted: vec![None; layers],
             parked: vec![None; layers],
             updated: vec![None; layers],
+            rows_updated: None,
             slot_users: [None; 3],
             weight_users: [None; 2],
             slot_uses: 0,
@@ -315,11 +319,16 @@ impl<'a> Builder<'a> {
         self.finish(0);
     }
 
-    /// The updates that wait for the end of the backward pass, in the order of the next forward.
+    /// The updates that wait for the end of the backward pass, in the order of the next forward. Of
+    /// the embedding, only the rows that it names are needed first.
     pub(super) fn update(&mut self) {
         let clipping = self.plan.clipping;
         let clip = clipping.then(|| self.push(Lane::Compute, Action::Clip, &[]));
+        let mut embed = None;
         for layer in 0..self.plan.deferred {
+            if layer == self.head {
+                self.update_rest(embed.take(), clip);
+            }
             let (demoted, slot) = match self.parked[usize::from(layer)] {
                 Some(parked) => self.demote_to_shared(layer, Finished::Parked, parked),
                 None => {
@@ -330,8 +339,27 @@ impl<'a> Builder<'a> {
                     )
                 }
             };
-            self.update_tile(layer, slot, demoted, clip);
+            if layer == 0 && self.updates_rows_first() {
+                let after = [clip, Some(demoted)];
+                let rows = self.push(Lane::Update, Action::UpdateRows { slot }, &after);
+                self.rows_updated = Some(rows);
+                embed = Some((slot, demoted));
+            } else {
+                self.update_tile(layer, slot, demoted, clip);
+            }
         }
+        self.update_rest(embed, clip);
+    }
+
+    fn update_rest(&mut self, embed: Option<(GradientSlot, u32)>, clip: Option<u32>) {
+        if let Some((slot, demoted)) = embed {
+            self.update_tile(0, slot, demoted, clip);
+        }
+    }
+
+    /// Spilled sections stream extent by extent, not row by row.
+    fn updates_rows_first(&self) -> bool {
+        self.plan.tiles[0].spilled().next().is_none()
     }
 }
 

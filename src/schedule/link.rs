@@ -22,8 +22,8 @@ impl Builder<'_> {
             let mut link = |other: Option<u32>| links.extend(other.map(|other| (at, other)));
             match scheduled.action {
                 Action::Gather { micro } => {
-                    let users = [self.updated[0], self.user_of_first_anchor(micro)];
-                    users.into_iter().for_each(&mut link);
+                    link(self.rows_updated.or(self.updated[0]));
+                    link(self.user_of_first_anchor(micro));
                     if !self.trains() {
                         link(last_of_head);
                     }

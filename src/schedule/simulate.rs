@@ -146,12 +146,18 @@ fn work(plan: &Plan, action: Action) -> Work {
             demote: layout(layer).elements * plan.gradient_bytes,
             ..Work::default()
         },
+        Action::UpdateRows { .. } => Work {
+            parameters: named_elements(plan),
+            ..Work::default()
+        },
         Action::Update { layer, .. } => {
             let spilled: u64 = plan.tiles[usize::from(layer)]
                 .spilled()
                 .map(|s| section_bytes(layer, s))
                 .sum();
-            let parameters = layout(layer).elements;
+            let rows_first = layer == 0 && plan.deferred > 0 && spilled == 0;
+            let ahead = if rows_first { named_elements(plan) } else { 0 };
+            let parameters = layout(layer).elements - ahead;
             Work {
                 read: spilled,
                 write: spilled,
@@ -161,6 +167,15 @@ fn work(plan: &Plan, action: Action) -> Work {
         }
         _ => compute_work(plan, action),
     }
+}
+
+/// Elements of embedding rows that a step names, if each token were another row: at most half of
+/// the table, since text repeats itself.
+fn named_elements(plan: &Plan) -> u64 {
+    let elements = plan.tiles[0].layout.elements;
+    let tokens = plan.map.shape.tokens * plan.map.shape.micros;
+    let hidden = plan.map.anchor_bytes / (plan.map.shape.tokens * plan.map.shape.activation_bytes);
+    tokens.saturating_mul(hidden).min(elements / 2)
 }
 
 fn compute_work(plan: &Plan, action: Action) -> Work {

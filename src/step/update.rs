@@ -2,12 +2,13 @@
 //! slabs.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::Instant;
 
 use super::lanes::await_turn;
 use super::{Pass, Shared};
 use crate::error::{Error, Result};
-use crate::optimizer::{AdamwStep, GradientSpan, WeightSpan, adamw_parallel};
+use crate::optimizer::{AdamwStep, GradientSpan, WeightSpan, adamw_ranges};
 use crate::schedule::{Action, GradientSlot, Lane};
 use crate::tile::{Precision, Section};
 use crate::transfer::states::{SpanSlabs, StateStream};
@@ -20,6 +21,40 @@ struct Tile {
     slot: GradientSlot,
     /// Its weight section, where that lives on the device.
     weight: Option<u32>,
+    part: Part,
+}
+
+/// What of a tile is updated.
+#[derive(Clone, Copy, PartialEq)]
+enum Part {
+    /// The rows that the next step names.
+    Named,
+    /// What is left of the tile: most often all.
+    Rest,
+}
+
+impl Tile {
+    fn of(action: Action) -> Tile {
+        match action {
+            Action::UpdateRows { slot } => Tile {
+                layer: 0,
+                slot,
+                weight: None,
+                part: Part::Named,
+            },
+            Action::Update {
+                layer,
+                slot,
+                weight,
+            } => Tile {
+                layer,
+                slot,
+                weight,
+                part: Part::Rest,
+            },
+            other => unreachable!("{other:?} is not an action of the update lane"),
+        }
+    }
 }
 
 /// Walks the updates of a pass. An update is done when its spilled extents are written, so several
@@ -28,23 +63,10 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
     let updates: Vec<(usize, Tile)> = pass
         .schedule
         .lane(Lane::Update)
-        .map(|index| match pass.action(index) {
-            Action::Update {
-                layer,
-                slot,
-                weight,
-            } => (
-                index,
-                Tile {
-                    layer,
-                    slot,
-                    weight,
-                },
-            ),
-            other => unreachable!("{other:?} is not an action of the update lane"),
-        })
+        .map(|index| (index, Tile::of(pass.action(index))))
         .collect();
-    states.announce(updates.iter().map(|(_, tile)| tile.layer));
+    let whole = updates.iter().filter(|(_, tile)| tile.part != Part::Named);
+    states.announce(whole.map(|(_, tile)| tile.layer));
     states.advance()?;
     let mut under_way: VecDeque<(usize, u16)> = VecDeque::new();
     let settle = |states: &StateStream<'_>, under_way: &mut VecDeque<(usize, u16)>| {
@@ -74,7 +96,7 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
         shared
             .tiers
             .stats
-            .trace("update", || format!("Update {layer}"), started);
+            .trace("update", || format!("{:?}", pass.action(index)), started);
         under_way.push_back((index, layer));
         settle(states, &mut under_way);
     }
@@ -114,17 +136,22 @@ fn update_tile(
     {
         // One pass over the whole tile: threads meet once.
         let started = Instant::now();
+        let ranges = ranges(shared, pass, tile);
         let mut no_slabs = SpanSlabs::default();
-        update_span(shared, adamw, tile, 0..layout.elements, &mut no_slabs);
+        let elements = 0..layout.elements;
+        update_span(shared, adamw, tile, elements, &ranges, &mut no_slabs);
         tiers.stats.updated(started.elapsed());
-        shared.poison_gradient(slot);
+        if tile.part == Part::Rest {
+            shared.poison_gradient(slot);
+        }
         return Ok(());
     }
     for extent in 0..layout.extent_count() {
         let mut slabs = states.take(layer, extent)?;
         let started = Instant::now();
         let elements = layout.extent_elements(extent);
-        update_span(shared, adamw, tile, elements, &mut slabs);
+        let all = 0..usize::try_from(elements.end - elements.start).expect("an extent fits");
+        update_span(shared, adamw, tile, elements, &[all], &mut slabs);
         tiers.stats.updated(started.elapsed());
         states.put(layer, extent, slabs)?;
     }
@@ -132,19 +159,21 @@ fn update_tile(
     Ok(())
 }
 
-/// AdamW over the same elements of each section, wherever each of them is: an extent where one is
-/// in a slab.
+/// AdamW over `ranges`, counted from `elements.start`, of the same elements of each section,
+/// wherever each of them is: an extent where one is in a slab.
 fn update_span(
     shared: &Shared,
     adamw: &AdamwStep,
     tile: Tile,
-    elements: std::ops::Range<u64>,
+    elements: Range<u64>,
+    ranges: &[Range<usize>],
     slabs: &mut SpanSlabs,
 ) {
     let Tile {
         layer,
         slot,
         weight,
+        ..
     } = tile;
     let tiers = &shared.tiers;
     let layout = tiers.layout(layer);
@@ -186,7 +215,40 @@ fn update_span(
         GradientSpan::F32(&gradient.as_slice::<f32>()[range])
     };
     let decayed = usize::try_from(decayed).expect("a tile fits memory");
-    adamw_parallel(
-        shared.isa, adamw, decayed, weight, moment1, moment2, gradient,
+    adamw_ranges(
+        shared.isa, adamw, decayed, weight, moment1, moment2, gradient, ranges,
     );
+}
+
+/// Elements of a tile that this update is for. What the next step names is asked for here, once.
+fn ranges(shared: &Shared, pass: &Pass, tile: Tile) -> Vec<Range<usize>> {
+    let elements = shared.tiers.layout(tile.layer).elements;
+    let elements = usize::try_from(elements).expect("a tile fits memory");
+    let width = usize::try_from(shared.hidden).expect("a row fits memory");
+    let rows = match tile.part {
+        // Nobody named any: all rows now, and none are left.
+        Part::Named => pass.data.rows_ahead.get_or_init(|| {
+            let named = shared.named.after(pass.number);
+            named.unwrap_or_else(|| (0..u32::try_from(elements / width).expect("rows")).collect())
+        }),
+        Part::Rest => match pass.data.rows_ahead.get().filter(|_| tile.layer == 0) {
+            Some(rows) => rows,
+            None => return std::iter::once(0..elements).collect(),
+        },
+    };
+    let mut named: Vec<Range<usize>> = Vec::new();
+    for row in rows.iter().map(|row| *row as usize) {
+        let range = row * width..(row + 1) * width;
+        match named.last_mut().filter(|last| last.end == range.start) {
+            Some(last) => last.end = range.end,
+            None => named.push(range),
+        }
+    }
+    if tile.part == Part::Named {
+        return named;
+    }
+    let starts = std::iter::once(0).chain(named.iter().map(|range| range.end));
+    let ends = named.iter().map(|range| range.start).chain([elements]);
+    let rest = starts.zip(ends).map(|(start, end)| start..end);
+    rest.filter(|range| !range.is_empty()).collect()
 }

@@ -41,6 +41,9 @@ enum Content {
 enum Place {
     /// A tile's sections that are not on the device.
     Home(u16),
+    /// Rows of the embed tile that the next step names, where they are updated first; its home is
+    /// then the others.
+    Rows,
     /// A weight section that lives on the device.
     DeviceHome(u16),
     WeightSlot(u32),
@@ -77,6 +80,7 @@ const LANES: usize = Lane::ALL.len();
 pub(crate) struct Machine<'a> {
     plan: &'a Plan,
     schedule: &'a Schedule,
+    rows_first: bool,
     steps: u64,
     lanes: Vec<Vec<usize>>,
     /// Actions done by each lane, over all steps.
@@ -99,9 +103,13 @@ impl<'a> Machine<'a> {
             let device = on_device.then(|| (Place::DeviceHome(layer), weights()));
             [(Place::Home(layer), weights())].into_iter().chain(device)
         });
+        let is_rows = |action| matches!(action, Action::UpdateRows { .. });
+        let rows_first = schedule.actions.iter().any(|s| is_rows(s.action));
+        let rows = rows_first.then(|| (Place::Rows, Content::Weights(vec![(0, 0)])));
         Machine {
             plan,
             schedule,
+            rows_first,
             steps,
             lanes: Lane::ALL
                 .iter()
@@ -110,7 +118,7 @@ impl<'a> Machine<'a> {
             done_of_lane: [0; LANES],
             running: [const { None }; LANES],
             done: vec![0; schedule.actions.len()],
-            places: homes.collect(),
+            places: homes.chain(rows).collect(),
             bound: None,
             updates: BTreeSet::new(),
         }
@@ -318,6 +326,7 @@ impl<'a> Machine<'a> {
             | Action::Park { .. }
             | Action::Demote { .. }
             | Action::Clip
+            | Action::UpdateRows { .. }
             | Action::Update { .. } => Ok(self.accesses_of_gradients(at)),
             Action::DemoteWeight { .. } | Action::Return { .. } => {
                 Ok(self.accesses_of_device_weights(at))
@@ -354,12 +363,20 @@ impl<'a> Machine<'a> {
         (Place::Home(layer), Access::Reads(content))
     }
 
+    fn rows(&self, step: u64) -> (Place, Access) {
+        let content = Content::Weights(vec![(0, self.version(step))]);
+        (Place::Rows, Access::Reads(content))
+    }
+
     fn accesses_of_weights(&self, (step, index): At) -> Result<Accesses, String> {
         use Access::{Reads, Writes};
         let (head, tied, anchor) = (self.head(), self.plan.tied, Place::Anchor);
         Ok(match self.schedule.actions[index].action {
             Action::Gather { micro } => vec![
-                self.home(0, step),
+                match self.rows_first {
+                    true => self.rows(step),
+                    false => self.home(0, step),
+                },
                 (anchor(1, micro), Writes(Content::Input(1, step))),
             ],
             Action::Promote { layer, buffer } => {
@@ -376,6 +393,7 @@ impl<'a> Machine<'a> {
                 ];
                 if layer == head && tied {
                     accesses.push(self.home(0, step));
+                    accesses.extend(self.rows_first.then(|| self.rows(step)));
                 }
                 accesses
             }
@@ -533,6 +551,16 @@ impl<'a> Machine<'a> {
                 let all = u32::from(head) + 1;
                 vec![norm_turn(step, all, CLIPPED)]
             }
+            Action::UpdateRows { slot } => {
+                let weights = |version| Some(Content::Weights(vec![(0, version)]));
+                let waiting = Content::Waiting(0, step);
+                let mut accesses = vec![
+                    (Place::Rows, Turns(weights(step), weights(step + 1))),
+                    (slot_place(slot), Reads(waiting)),
+                ];
+                accesses.extend(self.plan.clipping.then(|| clipped(step)));
+                accesses
+            }
             Action::Update {
                 layer,
                 slot,
@@ -548,11 +576,11 @@ impl<'a> Machine<'a> {
                     ),
                 ];
                 accesses.extend(weight.map(|slot| (Place::WeightSlot(slot), turn)));
-                if self.plan.clipping {
-                    accesses.push((
-                        Place::Norm(step),
-                        Reads(Content::Sum(0, step, CLIPPED, true)),
-                    ));
+                accesses.extend(self.plan.clipping.then(|| clipped(step)));
+                // What went first is part of the tile.
+                if layer == 0 && self.rows_first {
+                    let content = Content::Weights(vec![(0, step + 1)]);
+                    accesses.push((Place::Rows, Reads(content)));
                 }
                 accesses
             }
@@ -615,6 +643,7 @@ impl<'a> Machine<'a> {
         }
         for (place, content) in &self.places {
             let right = match (place, content) {
+                (Place::Rows, content) => *content == Content::Weights(vec![(0, version)]),
                 (Place::Home(layer) | Place::DeviceHome(layer), content) => {
                     *content == Content::Weights(vec![(*layer, version)])
                 }
@@ -642,6 +671,12 @@ fn expect(place: Place, held: Option<Content>, wanted: Option<Content>) -> Resul
         return Ok(());
     }
     Err(format!("{place:?} holds {held:?}, not {wanted:?}"))
+}
+
+/// The norm must be known.
+fn clipped(step: u64) -> (Place, Access) {
+    let content = Content::Sum(0, step, CLIPPED, true);
+    (Place::Norm(step), Access::Reads(content))
 }
 
 /// The table of norms goes from `from` entries to `to`.

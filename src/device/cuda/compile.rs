@@ -272,3 +272,13 @@ fn write_cached(path: &Path, code: &[u8]) -> std::io::Result<()> {
     drop(file);
     std::fs::rename(&partial, path)
 }
+
+/// Every kernel's code for an architecture (`sm_80`), by file; needs NVRTC and no card.
+/// [`Error::Device`] with NVRTC's words if one does not compile.
+pub fn compile_kernels(architecture: &str) -> Result<Vec<(&'static str, Vec<u8>)>> {
+    super::library::open_nvrtc()?;
+    SOURCES
+        .iter()
+        .map(|source| Ok((source.name, code(source, architecture)?)))
+        .collect()
+}

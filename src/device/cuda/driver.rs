@@ -240,9 +240,17 @@ unsafe impl Sync for Event {}
 impl Event {
     /// An event without a time; done until it is recorded. Waiting for it sleeps.
     pub(super) fn new() -> Result<Event, Fault> {
+        Event::with(sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32)
+    }
+
+    /// An event that keeps the time at which it was reached.
+    pub(super) fn timed() -> Result<Event, Fault> {
+        Event::with(0)
+    }
+
+    fn with(flags: u32) -> Result<Event, Fault> {
         let mut raw = std::ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32
-            | sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
+        let flags = flags | sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
         // SAFETY: `raw` outlives the call.
         let result = unsafe { sys::cuEventCreate(&mut raw, flags) };
         checked(result, || "cuEventCreate".to_string())?;
@@ -254,6 +262,15 @@ impl Event {
         // SAFETY: both handles live as long as their objects.
         let result = unsafe { sys::cuEventRecord(self.0, stream.0) };
         checked(result, || "cuEventRecord".to_string())
+    }
+
+    /// Seconds from `earlier` to here; both are timed and have been reached. From driver 12.8 on.
+    pub(super) fn seconds_since(&self, earlier: &Event) -> Result<f64, Fault> {
+        let mut milliseconds = 0.0f32;
+        // SAFETY: both handles live as long as their objects, and the number outlives the call.
+        let result = unsafe { sys::cuEventElapsedTime_v2(&mut milliseconds, earlier.0, self.0) };
+        checked(result, || "cuEventElapsedTime".to_string())?;
+        Ok(f64::from(milliseconds) / 1e3)
     }
 
     /// Waits until everything it was recorded after is done.
@@ -269,6 +286,15 @@ impl Drop for Event {
         // SAFETY: made by `new`; the driver keeps it until work that names it is done.
         let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
     }
+}
+
+/// The driver's version as it counts: 12080 is CUDA 12.8. The library must be present.
+pub(super) fn version() -> Result<i32, Fault> {
+    let mut version = 0;
+    // SAFETY: `version` outlives the call.
+    let result = unsafe { sys::cuDriverGetVersion(&mut version) };
+    checked(result, || "cuDriverGetVersion".to_string())?;
+    Ok(version)
 }
 
 /// Starts a copy from host to the card, in the stream's order.

@@ -66,11 +66,8 @@ pub(super) fn open() -> Result<()> {
     let started = unsafe { driver::sys::cuInit(0) };
     super::driver::checked(started, || "cuInit".to_string())
         .map_err(|fault| failed(&fault.call, fault.message, "; or use --device cpu"))?;
-    let mut version = 0;
-    // SAFETY: `version` outlives the call.
-    let result = unsafe { driver::sys::cuDriverGetVersion(&mut version) };
-    super::driver::checked(result, || "cuDriverGetVersion".to_string())
-        .map_err(|fault| failed(&fault.call, fault.message, ""))?;
+    let version = super::driver::version();
+    let version = version.map_err(|fault| failed(&fault.call, fault.message, ""))?;
     if version < DRIVER_VERSION_MIN {
         let got = format!(
             "the driver serves CUDA {}.{}",

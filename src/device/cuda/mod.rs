@@ -22,6 +22,8 @@ mod kernels;
 pub mod library;
 mod staging;
 
+pub use compile::compile_kernels;
+
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -233,9 +235,32 @@ impl CudaDevice {
 
     /// The point in the calling thread's queue after all that it was given so far.
     pub fn point(&self) -> Point {
+        self.record(Event::new)
+    }
+
+    /// As [`CudaDevice::point`], with the time at which the card comes to it; `None` before driver
+    /// 12.8, which does not tell times by the call that is used here.
+    pub fn timed_point(&self) -> Option<Point> {
+        let serves = driver::version().is_ok_and(|version| version >= 12_080);
+        serves.then(|| self.record(Event::timed))
+    }
+
+    /// Seconds from one timed point to another, both reached; 0 after a failure.
+    pub fn seconds_between(&self, from: &Point, to: &Point) -> f64 {
+        let mut seconds = 0.0;
+        if let (Some(from), Some(to)) = (&from.0, &to.0) {
+            self.attempt(|| {
+                seconds = to.seconds_since(from)?;
+                Ok(())
+            });
+        }
+        seconds
+    }
+
+    fn record(&self, make: impl FnOnce() -> Result<Event, Fault>) -> Point {
         let mut point = None;
         self.attempt(|| {
-            let event = Event::new()?;
+            let event = make()?;
             event.record(self.stream())?;
             point = Some(event);
             Ok(())
@@ -549,10 +574,7 @@ pub fn card_count() -> Result<usize> {
 /// Versions of the driver, NVRTC and cublasLt in one line: with the card they fix every bit.
 pub fn versions() -> Result<String> {
     library::open()?;
-    let mut driver = 0;
-    // SAFETY: the library is present; `driver` outlives the call.
-    let got = unsafe { sys::cuDriverGetVersion(&mut driver) };
-    checked(got, || "cuDriverGetVersion".to_string()).map_err(|fault| fault.error("cuda", ""))?;
+    let driver = driver::version().map_err(|fault| fault.error("cuda", ""))?;
     let (major, minor) = compile::nvrtc_version()?;
     Ok(format!(
         "driver for CUDA {}.{}, NVRTC {major}.{minor}, cublasLt {}",
@@ -560,16 +582,6 @@ pub fn versions() -> Result<String> {
         driver % 1000 / 10,
         Gemm::version()
     ))
-}
-
-/// Every kernel's code for an architecture (`sm_80`), by file; needs NVRTC and no card.
-/// [`Error::Device`] with NVRTC's words if one does not compile.
-pub fn compile_kernels(architecture: &str) -> Result<Vec<(&'static str, Vec<u8>)>> {
-    library::open_nvrtc()?;
-    compile::SOURCES
-        .iter()
-        .map(|source| Ok((source.name, compile::code(source, architecture)?)))
-        .collect()
 }
 
 fn load(code: &[u8], name: &str, label: &str) -> Result<Module> {
