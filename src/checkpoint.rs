@@ -2,6 +2,8 @@
 //!
 //! - Every extent of every section is committed, wherever it lives, then the metadata: step, data
 //!   cursor, tokens, the run.toml, the model's config.json.
+//! - A commit is made of a state that `step` holds: training goes on, and each tile is released as
+//!   soon as it is copied.
 //! - Restoring puts the bytes back where the plan of the resumed run has them; the plan may differ.
 //! - What may not change between the two runs is refused, unless asked for by name.
 //!
@@ -21,6 +23,7 @@ use crate::data::{Cursor, Dataset};
 use crate::error::{Error, Result};
 use crate::host::Ring;
 use crate::model::ModelSpec;
+use crate::step::Held;
 use crate::store::{CheckpointStore, Phase, Spec, StoredSection};
 use crate::tile::{Precision, Section};
 use crate::transfer::Tiers;
@@ -41,25 +44,21 @@ pub struct Progress {
     pub data: String,
     /// The model directory's config.json.
     pub model: Value,
+    /// Bytes written to drives so far, of all processes of the run.
+    pub written: u64,
 }
 
 impl Progress {
-    /// The progress of a run.
-    pub fn new(
-        step: u64,
-        tokens: u64,
-        cursor: Cursor,
-        config: &RunConfig,
-        dataset: &Dataset,
-        model: &Value,
-    ) -> Progress {
+    /// The progress of a run that has trained nothing yet.
+    pub fn new(config: &RunConfig, dataset: &Dataset, model: &Value, cursor: Cursor) -> Progress {
         Progress {
-            step,
-            tokens,
+            step: 0,
+            tokens: 0,
             cursor,
             run: config.to_toml(),
             data: format!("{:032x}", dataset.fingerprint()),
             model: model.clone(),
+            written: 0,
         }
     }
 
@@ -72,6 +71,7 @@ impl Progress {
             "run": self.run,
             "data": self.data,
             "model": self.model,
+            "written": self.written,
         })
     }
 
@@ -94,22 +94,25 @@ impl Progress {
                 run: text("run")?,
                 data: text("data")?,
                 model: value["model"].clone(),
+                // Commits of versions that did not count have none.
+                written: value["written"].as_u64().unwrap_or(0),
             })
         };
         read().ok_or_else(|| damaged("another set of keys".to_string()))
     }
 
-    /// What differs in the run that goes on from here, as sentences; an error for what may not,
-    /// unless `allowed`.
+    /// What differs in the run that goes on from here, `now` being its own progress, as sentences;
+    /// an error for what may not, unless `allowed`. Model and data are held by their contents: they
+    /// may have moved.
     pub fn changes(
         &self,
         config: &RunConfig,
-        dataset: &Dataset,
+        now: &Progress,
         allowed: bool,
     ) -> Result<Vec<String>> {
         let old = RunConfig::parse(&self.run, "the commit's run.toml", &[])?;
         let mut sentences = Vec::new();
-        let refused = |place: String, expected: &str, got: &str| {
+        let refused = |place: &str, expected: &str, got: &str| {
             Error::input(
                 "resume",
                 place,
@@ -118,21 +121,42 @@ impl Progress {
                 "change it back, or pass --resume-changed to go on with another run",
             )
         };
+        // As it is read back from a commit.
+        let model: Option<Value> = serde_json::from_str(&now.model.to_string()).ok();
+        let same_model = model.as_ref() == Some(&self.model);
         for difference in config.resume_differences(&old) {
             let (key, old, new) = (difference.key, difference.old, difference.new);
+            let moved = match key.as_ref() {
+                "model.path" => same_model,
+                "data.train" => now.data == self.data,
+                _ => false,
+            };
             match difference.class {
                 Class::Free => {}
-                Class::Forbidden if !allowed => return Err(refused(key, &old, &new)),
+                Class::Forbidden if !allowed && !moved => return Err(refused(&key, &old, &new)),
                 _ => sentences.push(format!("resumed with {key} = {new}, was {old}")),
             }
         }
-        let fingerprint = format!("{:032x}", dataset.fingerprint());
-        if fingerprint != self.data {
-            if !allowed {
-                let place = "training data (its tokens' checksum)".to_string();
-                return Err(refused(place, &self.data, &fingerprint));
+        let contents = [
+            ("the model's config.json", "model", same_model),
+            (
+                "training data (its tokens' checksum)",
+                "training data",
+                now.data == self.data,
+            ),
+        ];
+        for (place, name, same) in contents {
+            if same {
+                continue;
             }
-            sentences.push("resumed with other training data".to_string());
+            if !allowed {
+                let (expected, got) = match name {
+                    "model" => ("what the commit holds", "another"),
+                    _ => (self.data.as_str(), now.data.as_str()),
+                };
+                return Err(refused(place, expected, got));
+            }
+            sentences.push(format!("resumed with another {name}"));
         }
         Ok(sentences)
     }
@@ -159,10 +183,21 @@ pub fn checkpoint_dir(config: &RunConfig) -> PathBuf {
         .unwrap_or_else(|| config.log.dir.join("checkpoint"))
 }
 
+/// What a commit wrote.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Written {
+    /// Bytes, extents with their padding, manifests and superblocks.
+    pub bytes: u64,
+    /// Seconds in which at least one of its writes was under way.
+    pub busy_seconds: f64,
+}
+
 /// A run's checkpoint store.
 pub struct Checkpoints {
     store: CheckpointStore,
     directory: PathBuf,
+    /// Bytes of the file, if this process made it.
+    made_bytes: u64,
 }
 
 impl Checkpoints {
@@ -179,7 +214,7 @@ impl Checkpoints {
             keep: config.checkpoint.keep,
             sections: sections_of(tiers),
             engine: config.memory.io_engine,
-            memory: vec![tiers.ring.span()],
+            memory: tiers.commit_ring.iter().map(Ring::span).collect(),
         };
         let no_commit = |directory: &Path| {
             Error::input(
@@ -194,8 +229,16 @@ impl Checkpoints {
         if !fresh && !CheckpointStore::exists(&directory) {
             return Err(no_commit(&directory));
         }
+        let made = !CheckpointStore::exists(&directory);
         let store = CheckpointStore::open_or_create(&directory, &store_spec)?;
-        let checkpoints = Checkpoints { store, directory };
+        let checkpoints = Checkpoints {
+            store,
+            directory,
+            made_bytes: match made {
+                true => store_spec.file_bytes().unwrap_or(0),
+                false => 0,
+            },
+        };
         let steps = checkpoints.steps()?;
         match (steps.last(), fresh) {
             (Some(step), true) => Err(Error::input(
@@ -220,6 +263,11 @@ impl Checkpoints {
         &self.directory
     }
 
+    /// Bytes that were written to make the file; 0 if it was there.
+    pub fn made_bytes(&self) -> u64 {
+        self.made_bytes
+    }
+
     /// Calls `hook` at each phase of every later commit, for tests that end the process there.
     pub fn set_phase_hook(&mut self, hook: Box<dyn Fn(Phase) + Send>) {
         self.store.set_phase_hook(hook);
@@ -234,31 +282,33 @@ impl Checkpoints {
             .collect())
     }
 
-    /// Commits the state that the tiers hold; the lanes stand still.
-    pub fn commit(&mut self, tiers: &Tiers, progress: &Progress) -> Result<()> {
-        let generation = self.store.next_generation();
-        let mut commit = self.store.begin_commit(generation)?;
-        for layout in tiers.layouts() {
-            for section in tiers.sections() {
-                tiers.stream_section(layout.id.layer, section, |extent, bytes| {
-                    if section == Section::Weight && has_non_finite(bytes, tiers.precision()) {
-                        return Err(Error::NonFinite {
-                            step: progress.step,
-                            what: format!("a weight of {}", layout.id),
-                            value: "infinite or NaN".to_string(),
-                            last_commit: "the commits before stay".to_string(),
-                        });
-                    }
-                    let key = crate::store::ExtentKey {
-                        tile: layout.id,
-                        section,
-                        extent,
-                    };
-                    commit.write(key, bytes)
-                })?;
-            }
-        }
-        commit.finish(progress.to_json().to_string().as_bytes())
+    /// Commits the state that is held, tile by tile in the order in which the next step wants them,
+    /// and releases each as soon as it is copied. `synced` is called when all extents are written,
+    /// before anything refers to them. What was written, and how fast.
+    ///
+    /// # Errors
+    /// The first failed write or flush, after which only the commits before are there;
+    /// [`Error::NonFinite`] for a weight that is not a number.
+    pub fn commit(
+        &mut self,
+        held: Held,
+        progress: &Progress,
+        synced: impl FnOnce(),
+    ) -> Result<Written> {
+        let before = self.store.counters().write;
+        let metadata = progress.to_json().to_string();
+        commit_state(
+            &mut self.store,
+            held,
+            progress.step,
+            metadata.as_bytes(),
+            synced,
+        )?;
+        let after = self.store.counters().write;
+        Ok(Written {
+            bytes: after.bytes - before.bytes,
+            busy_seconds: (after.busy_ns - before.busy_ns) as f64 / 1e9,
+        })
     }
 
     /// Puts the state of a commit into the tiers: the newest, or that of `step`.
@@ -344,14 +394,55 @@ impl Checkpoints {
     }
 }
 
+/// Writes the state that is held into a store as its next generation: what [`Checkpoints::commit`]
+/// does, on any store.
+pub fn commit_state(
+    store: &mut CheckpointStore,
+    held: Held,
+    step: u64,
+    metadata: &[u8],
+    synced: impl FnOnce(),
+) -> Result<()> {
+    let generation = store.next_generation();
+    let mut commit = store.begin_commit(generation)?;
+    let layers: Vec<u16> = held.layers().collect();
+    for layer in layers {
+        let tiers = held.settled(layer)?;
+        let precision = tiers.precision();
+        for section in tiers.sections() {
+            tiers.capture_section(layer, section, &mut |key, slab| {
+                let bytes = &slab.as_slice::<u8>()[..commit.payload_bytes(key)];
+                if section == Section::Weight && has_non_finite(bytes, precision) {
+                    return Err(Error::NonFinite {
+                        step,
+                        what: format!("a weight of {}", key.tile),
+                        value: "infinite or NaN".to_string(),
+                        last_commit: "the commits before stay".to_string(),
+                    });
+                }
+                commit.submit(key, slab)
+            })?;
+        }
+        held.release(layer);
+    }
+    // Nothing waits for what is left: flushes, the manifest, the superblocks.
+    drop(held);
+    synced();
+    commit.finish(metadata)
+}
+
 /// Whether little-endian weights hold an infinity or NaN: an update can carry a finite master
 /// beyond bf16, and no loss has seen it yet.
 fn has_non_finite(bytes: &[u8], precision: Precision) -> bool {
     // All ones in the exponent, which are the upper bits of the last two bytes of either format.
-    let width = Section::Weight.element_bytes(precision) as usize;
-    bytes.chunks_exact(width).any(|element| {
-        let upper = u16::from_le_bytes([element[width - 2], element[width - 1]]);
-        upper & 0x7F80 == 0x7F80
+    let wide = precision == Precision::Fp32;
+    // A piece at a time without a way out of it, which compiles to vector instructions.
+    bytes.chunks(4096).any(|piece| {
+        let halves = piece.as_chunks::<2>().0.iter().enumerate();
+        halves.fold(false, |found, (index, half)| {
+            let is_upper = !wide || index % 2 == 1;
+            found | (is_upper & (u16::from_le_bytes(*half) & 0x7F80 == 0x7F80))
+        })
     })
 }
 
@@ -387,6 +478,7 @@ impl CommittedWeights {
         let checkpoints = Checkpoints {
             store,
             directory: directory.to_path_buf(),
+            made_bytes: 0,
         };
         let (generation, progress) = checkpoints.find(step)?;
         let ring = own_ring(crate::tile::EXTENT_BYTES_MAX)?;

@@ -169,6 +169,9 @@ pub struct MemoryConfig {
     pub recompute: Recompute,
     /// Engine of the store: `None` is by a probe.
     pub io_engine: Option<IoEngine>,
+    /// Terabytes (10^12 bytes) that the drive of store and checkpoints is rated to take; `None`
+    /// where nobody says.
+    pub drive_tbw: Option<f64>,
 }
 
 /// Engine of the store.
@@ -257,6 +260,7 @@ impl Default for RunConfig {
                 slabs: 16,
                 recompute: Recompute::Auto,
                 io_engine: None,
+                drive_tbw: None,
             },
             checkpoint: CheckpointConfig {
                 dir: None,

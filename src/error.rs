@@ -177,6 +177,14 @@ pub enum Error {
         /// The last commit, named, or that there is none.
         last_commit: String,
     },
+    /// A failure that ended a run under way.
+    #[error("{source}; {last_commit}")]
+    Stopped {
+        /// What failed.
+        source: Box<Error>,
+        /// The last commit, named, or that there is none.
+        last_commit: String,
+    },
     /// Something asked for that Terrace does not do.
     #[error("{what}: {got} is not supported; supported: {supported}")]
     Unsupported {
@@ -206,6 +214,7 @@ impl Error {
             Error::Io { .. } | Error::TileIo { .. } | Error::StoreFailed { .. } => 4,
             Error::Busy { .. } | Error::Overwritten { .. } => 5,
             Error::NonFinite { .. } | Error::Device { .. } => 1,
+            Error::Stopped { source, .. } => source.exit_code(),
             Error::Interrupted { signal, .. } => u8::try_from(128 + signal).unwrap_or(1),
         }
     }

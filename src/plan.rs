@@ -145,6 +145,9 @@ pub struct HostMap {
     pub weight_slot: u64,
     /// Slabs of the ring.
     pub slabs: u64,
+    /// Slabs of a ring of its own, through which commits are written beside training; 0 where
+    /// checkpoints are off.
+    pub commit_slabs: u64,
     /// Bytes of a slab.
     pub slab_bytes: u64,
     /// Bytes of the arena.

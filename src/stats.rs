@@ -35,14 +35,17 @@ pub enum Wait {
     PromoteForUpdate = 2,
     /// Update, for spilled extents.
     UpdateForStore = 3,
+    /// Update, for a commit to have copied the tile.
+    UpdateForCommit = 4,
 }
 
 /// Names of the waits, as metrics.jsonl has them.
-pub const WAIT_NAMES: [&str; 4] = [
+pub const WAIT_NAMES: [&str; 5] = [
     "compute_for_weights",
     "compute_for_demote",
     "promote_for_update",
     "update_for_store",
+    "update_for_commit",
 ];
 /// Names of the hops, as metrics.jsonl has them.
 pub const HOP_NAMES: [&str; 4] = ["promote", "demote", "store_read", "store_write"];
@@ -53,7 +56,7 @@ pub struct Snapshot {
     /// Bytes by [`Hop`].
     pub bytes: [u64; 4],
     /// Seconds waited by [`Wait`].
-    pub waits: [f64; 4],
+    pub waits: [f64; 5],
     /// Seconds of AdamW arithmetic.
     pub update_seconds: f64,
 }
@@ -62,9 +65,11 @@ impl Snapshot {
     /// What was added since `earlier`.
     pub fn since(&self, earlier: &Snapshot) -> Snapshot {
         let mut difference = *self;
-        for index in 0..4 {
-            difference.bytes[index] -= earlier.bytes[index];
-            difference.waits[index] -= earlier.waits[index];
+        for (bytes, before) in difference.bytes.iter_mut().zip(earlier.bytes) {
+            *bytes -= before;
+        }
+        for (seconds, before) in difference.waits.iter_mut().zip(earlier.waits) {
+            *seconds -= before;
         }
         difference.update_seconds -= earlier.update_seconds;
         difference
@@ -88,7 +93,7 @@ pub struct TraceEvent {
 pub struct Stats {
     started: Instant,
     bytes: [AtomicU64; 4],
-    wait_nanoseconds: [AtomicU64; 4],
+    wait_nanoseconds: [AtomicU64; 5],
     update_nanoseconds: AtomicU64,
     trace: Option<Mutex<Vec<TraceEvent>>>,
 }

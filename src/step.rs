@@ -8,11 +8,14 @@
 //!   copies; the compute lane does not wait: what other lanes are after is marked by the marker's
 //!   thread, once the device has reached it.
 //! - The first failure of a lane stops all lanes; every later call returns an error.
+//! - A commit runs beside the next step: tiles that [`Engine::hold`] keeps are not updated before
+//!   they are released.
 //! - A non-finite loss or norm stops the run before any update that it would reach (invariant 10).
 //!
 //! What is done and in which order is decided in `schedule`; how bytes move, in `transfer`.
 
 mod card_trace;
+mod held;
 mod lanes;
 mod marker;
 mod named;
@@ -37,6 +40,7 @@ use crate::schedule::{Action, Form, Lane, Schedule};
 use crate::transfer::Tiers;
 pub use card_trace::CARD_LANE;
 use card_trace::CardTrace;
+pub use held::Held;
 use marker::Marker;
 use named::NamedRows;
 use progress::{Failure, Progress};
@@ -201,7 +205,7 @@ impl Engine {
         &self.shared.plan
     }
 
-    /// All tiers. Homes may be read or written only after [`Engine::drain`].
+    /// All tiers. Homes may be read or written only after [`Engine::drain`], or as [`Held`] says.
     pub fn tiers(&self) -> &Tiers {
         &self.shared.tiers
     }
@@ -223,7 +227,7 @@ impl Engine {
 
     /// One training step over the plan's micro-batches. Returns when loss and norm are known.
     pub fn train_step(&mut self, micros: Vec<Micro>, settings: StepSettings) -> Result<StepResult> {
-        self.check_failure()?;
+        self.check()?;
         assert_eq!(micros.len() as u64, self.shared.plan.map.shape.micros);
         let pass = Self::next_pass(self.train.as_mut(), micros, Some(settings));
         let shared = &pass.data;
@@ -273,6 +277,11 @@ impl Engine {
         Ok(std::mem::take(&mut *logits))
     }
 
+    /// The first failure of any lane, if there is one.
+    pub fn check(&self) -> Result<()> {
+        self.shared.failure.check()
+    }
+
     /// Waits until every update has been made and every tile is home.
     pub fn drain(&self) -> Result<()> {
         if let Some(track) = &self.train {
@@ -287,7 +296,7 @@ impl Engine {
         if let Some(trace) = &self.card_trace {
             trace.flush(&tiers.device, &tiers.stats);
         }
-        self.check_failure()
+        self.check()
     }
 
     fn forward_pass(&mut self, form: Form, micros: Vec<Micro>) -> Result<Arc<Pass>> {
@@ -378,10 +387,6 @@ impl Engine {
             Ok(())
         })
         .map_err(|error| self.shared.failure.first_or(error))
-    }
-
-    fn check_failure(&self) -> Result<()> {
-        self.shared.failure.check()
     }
 }
 

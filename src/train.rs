@@ -3,16 +3,21 @@
 //! - [`Run::prepare`] reads model, tokenizer and data, and refuses bad input before memory is
 //!   taken.
 //! - [`Trainer`] owns the engine; a step is [`Trainer::step`], and the loop is the caller's.
-//! - A commit is made with all tiles at home, so it is the state after a whole number of steps; the
-//!   data cursor, the settings and the count of tokens are in its metadata.
+//! - A commit is the state after a whole number of steps; the data cursor, the settings and the
+//!   count of tokens are in its metadata. It is written beside the next step; a commit that is due
+//!   while the last one is under way waits for it, and so does the end of the run.
+//! - A commit that fails ends the run at the next step's boundary. A step that fails ends it after
+//!   the commit under way.
 //! - Resume restores bytes: the next losses are those of the run that was never stopped.
 //!
 //! What is printed and written beside the checkpoint is `report`'s and the tools'.
 
+mod commit;
 mod report;
 mod setup;
 
-pub use report::{Metrics, StepReport};
+pub use commit::CommitReport;
+pub use report::{DriveBytes, Metrics, StepReport};
 pub use setup::{Budget, build_engine, choose_device, resolve_budgets};
 
 use std::path::Path;
@@ -27,9 +32,10 @@ use crate::hf::{self, WeightSource};
 use crate::model::ModelSpec;
 use crate::optimizer::learning_rate;
 use crate::plan::Plan;
-use crate::stats::Snapshot;
+use crate::stats::{Hop, Snapshot, Wait};
 use crate::step::{Engine, StepSettings};
 use crate::store::Phase;
+use commit::{Committer, Order};
 
 /// A run with everything read that it needs.
 pub struct Run {
@@ -143,17 +149,24 @@ pub fn model_dir(config: &RunConfig) -> Result<&Path> {
 /// A run under way.
 pub struct Trainer {
     run: Run,
+    /// Before the engine: what is under way ends while the lanes still run.
+    committer: Option<Committer>,
     engine: Engine,
-    checkpoints: Option<Checkpoints>,
     metrics: Metrics,
-    /// Steps that are done.
-    step: u64,
-    /// Tokens that are done.
-    tokens: u64,
+    /// Steps, tokens and bytes that are done; the cursor is that of the start.
+    progress: Progress,
     /// Step of the last commit.
     committed: Option<u64>,
+    /// Commits that nobody has asked for.
+    reports: Vec<CommitReport>,
     last_return: Instant,
     last_snapshot: Snapshot,
+    /// Seconds of the last step, without waits for commits.
+    step_seconds: f64,
+    /// Bytes to drives before this process began.
+    written_before: u64,
+    /// Bytes of commits that steps have told.
+    checkpoint_bytes: u64,
     /// Sentences that a person should read once: engines, warnings, what a resume changed.
     notes: Vec<String>,
 }
@@ -162,7 +175,7 @@ impl Trainer {
     /// Takes memory, fills it from the weights or a commit, and starts the engine's lanes.
     /// `resume_changed` lets settings differ that a resume otherwise refuses.
     pub fn start(
-        run: Run,
+        mut run: Run,
         plan: Plan,
         budget: &Budget,
         start: Start,
@@ -180,8 +193,12 @@ impl Trainer {
             0 if fresh => None,
             _ => Some(Checkpoints::open(&run.config, &run.spec, tiers, fresh)?),
         };
-        let (mut step, mut tokens) = (0, 0);
-        let mut batches_at = None;
+        let mut progress = Progress::new(
+            &run.config,
+            &run.dataset,
+            &run.model_json,
+            run.batches.cursor(),
+        );
         match (weights, &mut checkpoints) {
             (Some(weights), _) => {
                 notes.extend(weights.notes().iter().cloned());
@@ -190,39 +207,37 @@ impl Trainer {
                 })?;
             }
             (None, Some(checkpoints)) => {
-                let wanted = if let Start::Step(step) = start {
-                    Some(step)
-                } else {
-                    None
+                let wanted = match start {
+                    Start::Step(step) => Some(step),
+                    Start::Latest | Start::Fresh => None,
                 };
-                let progress = checkpoints.restore(tiers, wanted)?;
-                notes.extend(progress.changes(&run.config, &run.dataset, resume_changed)?);
-                (step, tokens) = (progress.step, progress.tokens);
-                batches_at = Some(progress.cursor);
+                let found = checkpoints.restore(tiers, wanted)?;
+                notes.extend(found.changes(&run.config, &progress, resume_changed)?);
+                (progress.step, progress.tokens) = (found.step, found.tokens);
+                progress.written = found.written;
+                run.batches.seek(found.cursor)?;
             }
             (None, None) => unreachable!("a resume opens its checkpoints"),
         }
         if let Some(checkpoints) = &checkpoints {
             notes.extend(checkpoints.sentences());
         }
-        let metrics = Metrics::open(&run.config.log.dir, step)?;
-        let committed = (step > 0).then_some(step);
-        let last_snapshot = tiers.stats.snapshot();
-        let mut trainer = Trainer {
+        let metrics = Metrics::open(&run.config.log.dir, progress.step)?;
+        let trainer = Trainer {
+            committer: checkpoints.map(Committer::new),
+            committed: (progress.step > 0).then_some(progress.step),
+            written_before: progress.written.max(metrics.written_before()),
             run,
-            engine,
-            checkpoints,
             metrics,
-            step,
-            tokens,
-            committed,
+            progress,
+            reports: Vec::new(),
             last_return: Instant::now(),
-            last_snapshot,
+            last_snapshot: engine.tiers().stats.snapshot(),
+            step_seconds: 0.0,
+            checkpoint_bytes: 0,
+            engine,
             notes,
         };
-        if let Some(cursor) = batches_at {
-            trainer.run.batches.seek(cursor)?;
-        }
         trainer.name_last_commit();
         Ok(trainer)
     }
@@ -244,27 +259,42 @@ impl Trainer {
 
     /// Calls `hook` at each phase of every later commit, for tests that end the process there.
     pub fn set_phase_hook(&mut self, hook: Box<dyn Fn(Phase) + Send>) {
-        if let Some(checkpoints) = &mut self.checkpoints {
+        if let Some(checkpoints) = self.committer.as_mut().and_then(Committer::checkpoints) {
             checkpoints.set_phase_hook(hook);
         }
     }
 
     /// Steps that are done.
     pub fn steps_done(&self) -> u64 {
-        self.step
+        self.progress.step
     }
 
-    /// Step of the last commit.
+    /// Step of the last commit that is durable.
     pub fn last_commit(&self) -> Option<u64> {
         self.committed
     }
 
+    /// Commits that ended since this was last called, oldest first.
+    pub fn take_commits(&mut self) -> Vec<CommitReport> {
+        std::mem::take(&mut self.reports)
+    }
+
+    /// What a person should know of metrics.jsonl, once.
+    pub fn take_warning(&mut self) -> Option<String> {
+        self.metrics.take_warning()
+    }
+
     /// One optimizer step.
+    ///
+    /// # Errors
+    /// That of a commit which failed since the last step; that of the step, after the commit under
+    /// way has ended.
     pub fn step(&mut self) -> Result<StepReport> {
+        self.end_commit(false)?;
         let train = &self.run.config.train;
-        let rate = learning_rate(train, self.run.total_steps, self.step);
+        let rate = learning_rate(train, self.run.total_steps, self.progress.step);
         let settings = StepSettings {
-            step: self.step + 1,
+            step: self.progress.step + 1,
             learning_rate: rate,
             betas: train.betas,
             eps: train.eps,
@@ -272,16 +302,21 @@ impl Trainer {
             max_grad_norm: train.max_grad_norm,
         };
         let micros = self.run.batches.next_step();
-        let result = self.engine.train_step(micros, settings)?;
-        self.step += 1;
-        self.tokens += result.tokens;
+        let result = match self.engine.train_step(micros, settings) {
+            Ok(result) => result,
+            Err(error) => return Err(self.stopped(error)),
+        };
+        self.progress.step += 1;
+        self.progress.tokens += result.tokens;
         let seconds = self.last_return.elapsed().as_secs_f64();
         self.last_return = Instant::now();
         let snapshot = self.engine.tiers().stats.snapshot();
         let moved = snapshot.since(&self.last_snapshot);
+        self.step_seconds = seconds - moved.waits[Wait::UpdateForCommit as usize];
         self.last_snapshot = snapshot;
+        self.end_commit(false)?;
         let report = StepReport {
-            step: self.step,
+            step: self.progress.step,
             loss: result.loss,
             grad_norm: result.grad_norm,
             learning_rate: rate,
@@ -289,8 +324,9 @@ impl Trainer {
             targets: result.targets,
             step_seconds: seconds,
             moved,
+            written: self.count_written(moved.bytes[Hop::Write as usize]),
         };
-        self.metrics.step(&report)?;
+        self.metrics.step(&report);
         Ok(report)
     }
 
@@ -302,12 +338,16 @@ impl Trainer {
         let at_once = usize::try_from(self.run.config.train.micro_batches).expect("capped");
         let (mut sum, mut targets) = (0.0, 0);
         for micros in self.run.eval.chunks(at_once) {
-            let (losses, count) = self.engine.evaluate(micros.to_vec())?;
-            sum += losses;
-            targets += count;
+            match self.engine.evaluate(micros.to_vec()) {
+                Ok((losses, count)) => {
+                    sum += losses;
+                    targets += count;
+                }
+                Err(error) => return Err(self.stopped(error)),
+            }
         }
         let loss = sum / targets.max(1) as f64;
-        self.metrics.evaluation(self.step, loss)?;
+        self.metrics.evaluation(self.progress.step, loss);
         self.last_return = Instant::now();
         Ok(Some(loss))
     }
@@ -315,56 +355,141 @@ impl Trainer {
     /// Whether a commit is due after the steps done so far.
     pub fn commit_is_due(&self) -> bool {
         let every = self.run.config.checkpoint.every;
-        every > 0 && self.step.is_multiple_of(every) && self.committed != Some(self.step)
+        every > 0 && self.progress.step.is_multiple_of(every) && !self.is_committed()
     }
 
     /// Whether an evaluation is due after the steps done so far.
     pub fn evaluation_is_due(&self) -> bool {
         let every = self.run.config.train.eval_every;
-        every > 0 && self.step.is_multiple_of(every)
+        every > 0 && self.progress.step.is_multiple_of(every)
     }
 
-    /// Makes the state after the steps done so far durable. Seconds that it took; `None` if
-    /// checkpoints are off or this step is committed already.
-    pub fn commit(&mut self) -> Result<Option<f64>> {
-        if self.committed == Some(self.step) || self.step == 0 {
-            return Ok(None);
+    /// Begins to make the state after the steps done so far durable, and returns; a commit under
+    /// way is waited for first. Nothing is done if checkpoints are off or this step is committed.
+    pub fn commit(&mut self) -> Result<()> {
+        if self.is_committed() || self.progress.step == 0 || self.committer.is_none() {
+            return Ok(());
         }
-        let Some(checkpoints) = &mut self.checkpoints else {
-            return Ok(None);
+        self.end_commit(true)?;
+        self.engine.check().map_err(|error| self.stopped(error))?;
+        let progress = Progress {
+            cursor: self.run.batches.cursor(),
+            ..self.progress.clone()
         };
-        let started = Instant::now();
-        self.engine.drain()?;
-        self.metrics.flush()?;
-        let progress = Progress::new(
-            self.step,
-            self.tokens,
-            self.run.batches.cursor(),
-            &self.run.config,
-            &self.run.dataset,
-            &self.run.model_json,
-        );
-        checkpoints.commit(self.engine.tiers(), &progress)?;
-        self.committed = Some(self.step);
-        self.name_last_commit();
-        let seconds = started.elapsed().as_secs_f64();
-        self.metrics.commit(self.step, seconds)?;
+        let order = Order {
+            held: self.engine.hold(),
+            progress,
+            synced: self.metrics.syncer(),
+            lane_waited: self.lane_waited(),
+            step_seconds: self.step_seconds,
+        };
+        let committer = self.committer.as_mut().expect("seen above");
+        committer.begin(order)?;
         self.last_return = Instant::now();
-        Ok(Some(seconds))
+        Ok(())
     }
 
-    /// Waits for the last updates and writes what is buffered. The trace, if one was kept.
+    /// Waits until the commit under way is durable, if there is one.
+    pub fn finish_commit(&mut self) -> Result<()> {
+        self.end_commit(true)
+    }
+
+    /// Waits for the last updates and the commit under way. The trace, if one was kept.
     pub fn finish(mut self) -> Result<Option<String>> {
-        self.engine.drain()?;
-        self.metrics.flush()?;
+        self.end_commit(true)?;
+        self.engine.drain().map_err(|error| self.stopped(error))?;
+        self.metrics.syncer()();
         Ok(self.engine.tiers().stats.chrome_trace())
     }
 
-    fn name_last_commit(&self) {
-        if let (Some(step), Some(checkpoints)) = (self.committed, &self.checkpoints) {
-            let place = checkpoints.path().display();
-            self.engine
-                .set_last_commit(format!("the last commit is step {step} in {place}"));
+    /// Whether the state after the steps done so far is committed, or on the way.
+    fn is_committed(&self) -> bool {
+        let running = self.committer.as_ref().and_then(Committer::running);
+        let step = Some(self.progress.step);
+        step == self.committed || step == running
+    }
+
+    /// Takes the outcome of the commit under way, if it has ended or `wait`.
+    fn end_commit(&mut self, wait: bool) -> Result<()> {
+        let Some(committer) = &mut self.committer else {
+            return Ok(());
+        };
+        let stats = &self.engine.tiers().stats;
+        let waited = || stats.snapshot().waits[Wait::UpdateForCommit as usize];
+        match committer.end(wait, self.progress.step, waited) {
+            None => Ok(()),
+            Some(Ok(report)) => {
+                self.committed = Some(report.step);
+                self.name_last_commit();
+                self.metrics.commit(&report);
+                self.reports.push(report);
+                Ok(())
+            }
+            // A lane that failed is why the commit could not be made.
+            Some(Err(error)) => {
+                let first = self.engine.check().err().unwrap_or(error);
+                Err(self.stopped(first))
+            }
         }
+    }
+
+    /// The error of a run that ends, with the last commit named: the one under way too, if it can
+    /// be made.
+    fn stopped(&mut self, error: Error) -> Error {
+        let mut last_commit = String::new();
+        if let Err(failed) = self.end_commit(true) {
+            last_commit = format!("{failed}; ");
+        }
+        last_commit += &self.last_commit_text();
+        match error {
+            Error::NonFinite {
+                step, what, value, ..
+            } => Error::NonFinite {
+                step,
+                what,
+                value,
+                last_commit,
+            },
+            stopped @ Error::Stopped { .. } => stopped,
+            error => Error::Stopped {
+                source: Box::new(error),
+                last_commit,
+            },
+        }
+    }
+
+    fn lane_waited(&self) -> f64 {
+        self.engine.tiers().stats.snapshot().waits[Wait::UpdateForCommit as usize]
+    }
+
+    /// Bytes to drives since the last call, of which `store` are spilled extents.
+    fn count_written(&mut self, store: u64) -> DriveBytes {
+        let commits = self.committer.as_ref().map_or(0, Committer::written_bytes);
+        let spilled = self.last_snapshot.bytes[Hop::Write as usize];
+        let total = self.written_before + spilled + commits;
+        let checkpoint = commits - self.checkpoint_bytes;
+        self.checkpoint_bytes = commits;
+        self.progress.written = total;
+        let rated = self.run.config.memory.drive_tbw;
+        DriveBytes {
+            store,
+            checkpoint,
+            total,
+            life: rated.map(|terabytes| total as f64 / (terabytes * 1e12)),
+        }
+    }
+
+    fn last_commit_text(&self) -> String {
+        match (self.committed, &self.committer) {
+            (Some(step), Some(committer)) => {
+                let place = committer.directory().display();
+                format!("the last commit is step {step} in {place}")
+            }
+            _ => "there is no commit yet".to_string(),
+        }
+    }
+
+    fn name_last_commit(&self) {
+        self.engine.set_last_commit(self.last_commit_text());
     }
 }

@@ -8,8 +8,9 @@
 //! - Queues are bounded by the ring: a transfer waits for a slab, it never takes memory.
 //!
 //! When a transfer starts is `step`'s to say. The update's own stream over spilled states is
-//! [`states`].
+//! [`states`]; [`capture`] copies tiles out for commits.
 
+pub mod capture;
 pub mod fill;
 pub mod states;
 
@@ -36,6 +37,8 @@ pub struct Tiers {
     pub device: Device,
     /// Ring of slabs that extents travel in.
     pub ring: Ring,
+    /// Ring of slabs that commits are written through; absent where checkpoints are off.
+    pub commit_ring: Option<Ring>,
     /// Scratch store; absent when nothing is spilled.
     pub store: Option<Scratch>,
     /// Counters.
@@ -70,6 +73,10 @@ impl Tiers {
             store.is_some(),
             "a store exactly when something is spilled"
         );
+        let commit_ring = (plan.host.commit_slabs > 0).then(|| {
+            let slabs = usize::try_from(plan.host.commit_slabs).expect("slabs are capped");
+            cutter.cut_ring(slabs, plan.host.slab_bytes)
+        });
         let mut homes = Vec::new();
         let mut spilled = Vec::new();
         for tile in &plan.tiles {
@@ -99,6 +106,7 @@ impl Tiers {
         Tiers {
             device,
             ring,
+            commit_ring,
             store,
             stats,
             poison: false,

@@ -450,6 +450,16 @@ pub(super) const KEYS: &[Key] = &[
         |v| named(IO_ENGINES, v)
     ),
     key!(
+        memory.drive_tbw,
+        Free,
+        "",
+        "# 600",
+        "Terabytes written (TBW) that the drive of memory.store and checkpoint.dir is rated for,\n\
+         the sum of several: metrics and plan then show the share of its life.",
+        |g| Some(g.float(|x| x > 0.0, "a number of terabytes above 0")?),
+        |v| v.and_then(number)
+    ),
+    key!(
         checkpoint.dir,
         Free,
         "",

@@ -14,6 +14,9 @@ use crate::model::ModelSpec;
 use crate::plan::regions::REGION_ALIGN;
 use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section};
 
+/// Slabs that a commit is written through: enough that a drive is never without a write.
+const COMMIT_SLABS: u64 = 8;
+
 /// Bytes of an element of a gradient in host.
 pub(super) fn gradient_bytes(config: &RunConfig) -> u64 {
     match config.model.precision {
@@ -145,6 +148,10 @@ fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose) -> HostMap
         .min(EXTENT_BYTES_MAX);
     let gradients = own + 2 * block_slot + wide_slot;
     let slabs = config.memory.slabs;
+    let commit_slabs = match (purpose, config.checkpoint.every) {
+        (Purpose::Forward, _) | (_, 0) => 0,
+        _ => COMMIT_SLABS,
+    };
     HostMap {
         homes,
         gradients,
@@ -152,8 +159,9 @@ fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose) -> HostMap
         wide_slot,
         weight_slot,
         slabs,
+        commit_slabs,
         slab_bytes,
-        bytes: homes + gradients + 2 * weight_slot + slabs * slab_bytes,
+        bytes: homes + gradients + 2 * weight_slot + (slabs + commit_slabs) * slab_bytes,
     }
 }
 
@@ -245,10 +253,10 @@ fn refuse_overflow(
             budget: budgets.host,
             missing: host.bytes - budgets.host,
             remedy: format!(
-                "with every section spilled, gradients ({} bytes) and the slab ring ({} bytes) \
+                "with every section spilled, gradients ({} bytes) and the slab rings ({} bytes) \
                  remain: raise memory.host, lower memory.slabs{}",
                 host.gradients,
-                host.slabs * host.slab_bytes,
+                (host.slabs + host.commit_slabs) * host.slab_bytes,
                 if config.train.max_grad_norm > 0.0 {
                     ", or set train.max_grad_norm = 0 so that gradients need not wait for the norm"
                 } else {

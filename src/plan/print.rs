@@ -96,6 +96,11 @@ impl Plan {
             "-".into(),
             "-".into(),
         );
+        if self.host.commit_slabs > 0 {
+            let ring = self.host.commit_slabs * self.host.slab_bytes;
+            let name = format!("{} slabs of commits", self.host.commit_slabs);
+            line(&name, shown(ring), "-".into(), "-".into());
+        }
         // What is at home there has lines of its own above.
         let parts = self.map.parts.iter().filter(|(name, _)| *name != HOMES);
         for (name, bytes) in parts {
@@ -199,6 +204,7 @@ impl Plan {
                 "gradients": self.host.gradients,
                 "weight_slots": 2 * self.host.weight_slot,
                 "slabs": self.host.slabs, "slab_bytes": self.host.slab_bytes,
+                "commit_slabs": self.host.commit_slabs,
             },
             "store": { "total": self.spilled_bytes },
             "device_arena": { "total": self.map.bytes, "parts": parts },

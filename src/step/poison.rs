@@ -46,10 +46,6 @@ impl Shared {
                     .device
                     .poison(self.accumulator(layer, accumulator));
             }
-            // The home is not the weights' again until they return.
-            Action::DemoteWeight { layer, .. } => {
-                self.tiers.device.poison(self.device_weight(layer));
-            }
             Action::Return { slot, .. } => {
                 let mut weight = self.tiers.weight_slot(slot);
                 weight.as_mut_slice::<u8>().fill(0xff);
@@ -108,17 +104,6 @@ impl Shared {
         if let Some(offset) = map.tied_weight.filter(|_| with_embed) {
             self.poison(offset, tied * width);
         }
-    }
-
-    fn device_weight(&self, layer: u16) -> View {
-        let offset = self.tiers.device_home(layer, Section::Weight);
-        let layout = self.tiers.layout(layer);
-        let bytes = layout.section_bytes(Section::Weight, self.plan.precision);
-        View::new(
-            offset.expect("it lives on the device"),
-            bytes / 2,
-            Dtype::Bf16,
-        )
     }
 
     fn poison(&self, offset: u64, bytes: u64) {

@@ -1,5 +1,7 @@
 //! The update lane: AdamW over each tile, span by span, with spilled states streaming through
 //! slabs.
+//!
+//! A tile that a commit is still to copy is not touched: see [`super::held`].
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,6 +12,7 @@ use super::{Pass, Shared};
 use crate::error::{Error, Result};
 use crate::optimizer::{AdamwStep, GradientSpan, WeightSpan, adamw_ranges};
 use crate::schedule::{Action, GradientSlot, Lane};
+use crate::stats::Wait;
 use crate::tile::{Precision, Section};
 use crate::transfer::states::{SpanSlabs, StateStream};
 
@@ -85,9 +88,26 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
             settle(states, &mut under_way);
         }
         if !await_turn(shared, Lane::Update, pass, index) {
-            return Err(Error::StoreFailed {
-                first: "another lane failed".to_string(),
-            });
+            return Err(other_lane_failed());
+        }
+        if !pass.progress.is_free(index, pass.number) {
+            // Its bytes of the step before are still to be copied into a commit.
+            let waiting = Instant::now();
+            while !under_way.is_empty() && !pass.progress.is_free(index, pass.number) {
+                if shared.failure.is_set() {
+                    break;
+                }
+                states.wait()?;
+                settle(states, &mut under_way);
+            }
+            let free = pass.progress.wait_free(index, pass.number);
+            let stats = &shared.tiers.stats;
+            stats.waited(Wait::UpdateForCommit, waiting.elapsed());
+            let layer = tile.layer;
+            stats.trace("update", || format!("wait for commit of {layer}"), waiting);
+            if !free {
+                return Err(other_lane_failed());
+            }
         }
         shared.show(Lane::Update, pass, &pass.action(index));
         let started = Instant::now();
@@ -105,6 +125,12 @@ pub(super) fn walk(shared: &Shared, pass: &Pass, states: &mut StateStream<'_>) -
         settle(states, &mut under_way);
     }
     Ok(())
+}
+
+fn other_lane_failed() -> Error {
+    Error::StoreFailed {
+        first: "another lane failed".to_string(),
+    }
 }
 
 fn is_ready(pass: &Pass, index: usize) -> bool {

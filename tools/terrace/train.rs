@@ -114,6 +114,9 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         instant.arm(&mut trainer, arguments.kill_signal);
     }
     let ended = steps(&mut trainer, &prediction, entropy, &signal);
+    if let Some(warning) = trainer.take_warning() {
+        say(&warning)?;
+    }
     let moved = machine_line();
     let log_dir = trainer.run().config.log.dir.clone();
     let checkpoint_dir = checkpoint_dir(&trainer.run().config);
@@ -283,17 +286,21 @@ fn steps(
     while trainer.steps_done() < total && signal.load(Ordering::Relaxed) == 0 {
         let report = trainer.step()?;
         console.step(&report)?;
+        console.news(trainer)?;
+        // First, so that its line is there whenever the commit is.
         if trainer.evaluation_is_due() || report.step == total {
             evaluate(trainer, &console)?;
         }
         if trainer.commit_is_due() {
-            commit(trainer, &console)?;
+            trainer.commit()?;
         }
     }
     if signal.load(Ordering::Relaxed) != 0 {
         console.line("signal: the step is complete; the run ends here")?;
     }
-    commit(trainer, &console)?;
+    trainer.commit()?;
+    trainer.finish_commit()?;
+    console.news(trainer)?;
     console.bar.finish_and_clear();
     Ok(())
 }
@@ -305,14 +312,6 @@ fn evaluate(trainer: &mut Trainer, console: &Console) -> Result<()> {
         console.line(&format!(
             "step {step}: held-out loss {loss:.4} nats, perplexity {perplexity:.2}"
         ))?;
-    }
-    Ok(())
-}
-
-fn commit(trainer: &mut Trainer, console: &Console) -> Result<()> {
-    let step = trainer.steps_done();
-    if let Some(seconds) = trainer.commit()? {
-        console.line(&format!("step {step}: committed in {seconds:.2} s"))?;
     }
     Ok(())
 }
@@ -355,6 +354,24 @@ impl Console {
 
     fn line(&self, line: &str) -> Result<()> {
         self.bar.suspend(|| say(line))
+    }
+
+    /// What happened beside the steps: commits that ended, lines that were lost.
+    fn news(&self, trainer: &mut Trainer) -> Result<()> {
+        for commit in trainer.take_commits() {
+            self.line(&format!(
+                "step {}: committed {} in {:.2} s beside training; stall {:.2} s, bound {:.2} s",
+                commit.step,
+                bytes_text(commit.bytes),
+                commit.seconds,
+                commit.stall_seconds,
+                commit.stall_bound_seconds
+            ))?;
+        }
+        match trainer.take_warning() {
+            Some(warning) => self.line(&warning),
+            None => Ok(()),
+        }
     }
 
     fn step(&self, report: &StepReport) -> Result<()> {
