@@ -5,14 +5,18 @@
 //! - a crash keeps, loses or tears (at 512 bytes) each write since the last flush, each by itself,
 //!   and applies them in any order;
 //! - completions come back in any order;
-//! - a read or a write may fail with EIO, come short (and be continued), read a flipped bit, or
-//!   read or write another extent's place;
-//! - a flush may fail, after which what it covered may or may not be durable.
+//! - a read or a write may fail with EIO or EAGAIN or come short (and be continued); a read may
+//!   find a flipped bit or what the place held before; either may go to another place, and a write
+//!   that reports success may never have happened;
+//! - a flush may fail: each write that it covered is then durable, torn or lost, reads see it all
+//!   the same, and no later flush covers it;
+//! - a process that ends takes nothing with it: the next one reads what was written, flushed or
+//!   not (a clone of the disk).
 //!
-//! Everything follows from the seed and the number of the operation, counted at its start: the same
+//! Everything random follows from the seed, the place and how often it was met before: the same
 //! orders meet the same faults, however threads run. Memory is taken only for pages not zero.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -31,12 +35,22 @@ pub struct Faults {
     pub io_error: u32,
     /// EIO of the operation of this number, counted from 1.
     pub io_error_at: Option<u64>,
+    /// EIO of the operation of this number and of all later ones.
+    pub io_error_from: Option<u64>,
+    /// EAGAIN, as many times as it falls; then it is tried again.
+    pub again: u32,
     /// Moves a part, then is continued.
     pub short: u32,
     /// One bit of what is read is wrong.
     pub bit_flip: u32,
     /// A write or a read goes to a place one page on or back.
     pub misdirected: u32,
+    /// A read finds what the place held before it was last written.
+    pub stale: u32,
+    /// A write reports success and never happened.
+    pub lost: u32,
+    /// A flush fails.
+    pub flush_error: u32,
     /// Fails the flush of this number, counted from 1.
     pub flush_error_at: Option<u64>,
     /// The flush of this number does nothing and succeeds: what a suite must notice.
@@ -45,7 +59,22 @@ pub struct Faults {
     pub crash_at: Option<u64>,
 }
 
-type Pages = BTreeMap<u64, Box<[u8; PAGE]>>;
+/// An image: pages that are not zero. Shared by its copies until one of them writes.
+type Pages = BTreeMap<u64, Arc<[u8; PAGE]>>;
+
+/// What a store asked of the disk, in the order in which it asked. Reads are not kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A write of `bytes` at `offset` began.
+    Write {
+        /// Byte offset.
+        offset: u64,
+        /// Bytes.
+        bytes: usize,
+    },
+    /// A flush.
+    Flush,
+}
 
 #[derive(Default)]
 struct State {
@@ -53,8 +82,13 @@ struct State {
     durable: Pages,
     /// Since the last flush, in order.
     unflushed: Vec<(u64, Vec<u8>)>,
+    /// By page: what it held before its last write.
+    previous: Pages,
+    events: Vec<Event>,
     faults: Faults,
     operations: u64,
+    /// By offset (of a flush: the greatest), how many operations there were.
+    visits: HashMap<u64, u64>,
     flushes: u64,
     crashed: bool,
 }
@@ -83,8 +117,8 @@ fn store(pages: &mut Pages, offset: u64, bytes: &[u8]) {
         let count = rest.len().min(PAGE - within);
         let (now, later) = rest.split_at(count);
         if pages.contains_key(&page) || now.iter().any(|byte| *byte != 0) {
-            let page = pages.entry(page).or_insert_with(|| Box::new([0; PAGE]));
-            page[within..within + count].copy_from_slice(now);
+            let page = pages.entry(page).or_insert_with(|| Arc::new([0; PAGE]));
+            Arc::make_mut(page)[within..within + count].copy_from_slice(now);
         }
         at += count as u64;
         rest = later;
@@ -100,10 +134,49 @@ fn load(pages: &Pages, offset: u64, bytes: &mut [u8]) {
     }
 }
 
+/// Applies what a failure leaves of writes that were not flushed: each is kept, lost or torn by
+/// itself, in any order. Seed 0 keeps all in order, 1 none.
+fn keep_some(image: &mut Pages, unflushed: &[(u64, Vec<u8>)], seed: u64) {
+    let mut visits = HashMap::new();
+    let mut random = |offset: u64| {
+        let visit: &mut u64 = visits.entry(offset).or_default();
+        *visit += 1;
+        mix(seed ^ mix(offset ^ mix(*visit)))
+    };
+    let mut order: Vec<(u64, &(u64, Vec<u8>))> = unflushed
+        .iter()
+        .map(|write| (random(write.0), write))
+        .collect();
+    if seed > 1 {
+        order.sort_by_key(|(random, _)| *random);
+    }
+    for (random, (offset, bytes)) in order {
+        match (seed, mix(random) % 3) {
+            // The two ends of the range are always among the seeds 0 and 1.
+            (0, _) | (2.., 0) => store(image, *offset, bytes),
+            (1, _) | (2.., 1) => {}
+            (2.., _) => {
+                for (index, sector) in bytes.chunks(SECTOR).enumerate() {
+                    if mix(random ^ mix(index as u64 + 1)) & 1 == 0 {
+                        store(image, offset + (index * SECTOR) as u64, sector);
+                    }
+                }
+            }
+        }
+    }
+}
+
 impl SimDisk {
     /// A disk of `bytes` zeros.
     pub fn new(bytes: u64, faults: Faults) -> SimDisk {
         SimDisk::with_image(Pages::new(), bytes, faults)
+    }
+
+    /// A disk of the bytes given: a file's, say.
+    pub fn of_bytes(bytes: &[u8]) -> SimDisk {
+        let mut image = Pages::new();
+        store(&mut image, 0, bytes);
+        SimDisk::with_image(image, bytes.len() as u64, Faults::default())
     }
 
     fn with_image(image: Pages, bytes: u64, faults: Faults) -> SimDisk {
@@ -120,32 +193,11 @@ impl SimDisk {
         }
     }
 
-    /// A disk with the image that a power cut leaves now.
+    /// A disk with the image that a power cut leaves now. Seed 0 keeps all writes, 1 none.
     pub fn after_crash(&self, seed: u64, faults: Faults) -> SimDisk {
         let state = self.state();
         let mut image = state.durable.clone();
-        let mut order: Vec<(u64, &(u64, Vec<u8>))> = state
-            .unflushed
-            .iter()
-            .enumerate()
-            .map(|(index, write)| (mix(seed ^ mix(index as u64)), write))
-            .collect();
-        order.sort_by_key(|(random, _)| *random);
-        for (random, (offset, bytes)) in order {
-            match (seed, mix(random) % 3) {
-                // The two ends of the range are always among the seeds 0 and 1.
-                (0, _) | (2.., 0) => store(&mut image, *offset, bytes),
-                (1, _) | (2.., 1) => {}
-                (2.., _) => {
-                    for (index, sector) in bytes.chunks(SECTOR).enumerate() {
-                        if mix(random ^ mix(index as u64 + 1)) & 1 == 0 {
-                            let at = offset + (index * SECTOR) as u64;
-                            store(&mut image, at, sector);
-                        }
-                    }
-                }
-            }
-        }
+        keep_some(&mut image, &state.unflushed, seed);
         SimDisk::with_image(image, self.bytes, faults)
     }
 
@@ -161,18 +213,47 @@ impl SimDisk {
         for image in [live, durable] {
             let page = image
                 .entry(byte / PAGE_BYTES)
-                .or_insert_with(|| Box::new([0; PAGE]));
-            page[(byte % PAGE_BYTES) as usize] ^= 1 << bit;
+                .or_insert_with(|| Arc::new([0; PAGE]));
+            Arc::make_mut(page)[(byte % PAGE_BYTES) as usize] ^= 1 << bit;
         }
     }
 
     /// Replaces a range by zeros, live and durable.
     pub fn erase(&self, offset: u64, bytes: usize) {
+        self.overwrite(offset, &vec![0; bytes]);
+    }
+
+    /// Replaces a range by other bytes, live and durable.
+    pub fn overwrite(&self, offset: u64, bytes: &[u8]) {
         let mut state = self.state();
         let State { live, durable, .. } = &mut *state;
         for image in [live, durable] {
-            store(image, offset, &vec![0; bytes]);
+            store(image, offset, bytes);
         }
+    }
+
+    /// Puts back what a range of whole pages held before it was last written, live and durable.
+    pub fn revert(&self, offset: u64, bytes: usize) {
+        let mut before = self.peek(offset, bytes);
+        self.state().load_previous(offset, &mut before);
+        self.overwrite(offset, &before);
+    }
+
+    /// What reads see now, from `offset`.
+    pub fn peek(&self, offset: u64, bytes: usize) -> Vec<u8> {
+        let mut peeked = vec![0; bytes];
+        load(&self.state().live, offset, &mut peeked);
+        peeked
+    }
+
+    /// Writes and flushes so far.
+    pub fn events(&self) -> Vec<Event> {
+        self.state().events.clone()
+    }
+
+    /// The faults from here on.
+    pub fn faults(&self) -> Faults {
+        self.state().faults
     }
 
     /// Sets the faults from here on.
@@ -206,13 +287,21 @@ impl SimDisk {
 
 impl State {
     /// Counts an operation; its random number, or the error of a machine without power.
-    fn count(&mut self) -> io::Result<u64> {
+    fn count(&mut self, offset: u64) -> io::Result<u64> {
         self.operations += 1;
+        let visit = self.visits.entry(offset).or_default();
+        *visit += 1;
+        let random = mix(self.faults.seed ^ mix(offset ^ mix(*visit)));
         self.crashed |= self.faults.crash_at.is_some_and(|at| self.operations >= at);
-        if self.crashed || self.faults.io_error_at == Some(self.operations) {
+        let refused = self.faults.io_error_at == Some(self.operations)
+            || self
+                .faults
+                .io_error_from
+                .is_some_and(|from| self.operations >= from);
+        if self.crashed || refused {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
-        Ok(mix(self.faults.seed ^ mix(self.operations)))
+        Ok(random)
     }
 
     /// One transfer of the rest of an operation: bytes moved.
@@ -236,18 +325,40 @@ impl State {
             Direction::Read => {
                 let bytes = &mut operation.slab.as_mut_slice::<u8>()[done..done + count];
                 load(&self.live, offset, bytes);
+                if falls(6, self.faults.stale) {
+                    self.load_previous(offset, bytes);
+                }
                 if falls(3, self.faults.bit_flip) {
                     let bit = mix(random ^ 4) as usize % (count * 8);
                     bytes[bit / 8] ^= 1 << (bit % 8);
                 }
             }
+            Direction::Write if falls(7, self.faults.lost) => {}
             Direction::Write => {
                 let bytes = &operation.slab.as_slice::<u8>()[done..done + count];
-                store(&mut self.live, offset, bytes);
-                self.unflushed.push((offset, bytes.to_vec()));
+                self.write(offset, bytes);
             }
         }
         count
+    }
+
+    fn write(&mut self, offset: u64, bytes: &[u8]) {
+        let pages = offset / PAGE_BYTES..(offset + bytes.len() as u64).div_ceil(PAGE_BYTES);
+        for page in pages {
+            let before = self.live.get(&page).cloned();
+            let before = before.unwrap_or_else(|| Arc::new([0; PAGE]));
+            self.previous.insert(page, before);
+        }
+        store(&mut self.live, offset, bytes);
+        self.unflushed.push((offset, bytes.to_vec()));
+    }
+
+    fn load_previous(&self, offset: u64, bytes: &mut [u8]) {
+        for (index, part) in bytes.chunks_mut(PAGE).enumerate() {
+            if let Some(page) = self.previous.get(&(offset / PAGE_BYTES + index as u64)) {
+                part.copy_from_slice(&page[..part.len()]);
+            }
+        }
     }
 }
 
@@ -263,7 +374,11 @@ impl Disk for SimDisk {
     fn start(&mut self, mut operation: Operation) {
         operation.check(self.bytes);
         let mut state = self.state();
-        let counted = state.count();
+        if operation.direction == Direction::Write {
+            let (offset, bytes) = (operation.offset, operation.bytes);
+            state.events.push(Event::Write { offset, bytes });
+        }
+        let counted = state.count(operation.offset);
         // Power fails while this write is under way: it may be kept, lost or torn too.
         if counted.is_err() && state.faults.crash_at == Some(state.operations) {
             let bytes = operation.bytes;
@@ -277,14 +392,20 @@ impl Disk for SimDisk {
             if mix(random ^ 5) % 1000 < u64::from(state.faults.io_error) {
                 return Err(io::Error::from_raw_os_error(libc::EIO));
             }
-            loop {
-                let moved = state.transfer(&mut operation, progress.done, random);
-                match progress.advance(&operation, Ok(moved)) {
+            for attempt in 0.. {
+                let again = mix(random ^ mix(8 + attempt)) % 1000 < u64::from(state.faults.again);
+                let moved = if again {
+                    Err(io::Error::from_raw_os_error(libc::EAGAIN))
+                } else {
+                    Ok(state.transfer(&mut operation, progress.done, random))
+                };
+                match progress.advance(&operation, moved) {
                     Next::Again => {}
                     Next::Done => return Ok(()),
                     Next::Failed(error) => return Err(error),
                 }
             }
+            unreachable!("attempts are bounded by the progress")
         });
         let place = mix(state.operations) as usize;
         drop(state);
@@ -303,15 +424,20 @@ impl Disk for SimDisk {
     fn flush(&mut self) -> io::Result<()> {
         assert_eq!(self.in_flight(), 0, "a flush covers only what finished");
         let mut state = self.state();
-        state.count()?;
+        state.events.push(Event::Flush);
+        let random = state.count(u64::MAX)?;
         state.flushes += 1;
         if state.faults.flush_skipped_at == Some(state.flushes) {
             return Ok(());
         }
-        if state.faults.flush_error_at == Some(state.flushes) {
+        let unflushed = std::mem::take(&mut state.unflushed);
+        if state.faults.flush_error_at == Some(state.flushes)
+            || mix(random ^ 9) % 1000 < u64::from(state.faults.flush_error)
+        {
+            keep_some(&mut state.durable, &unflushed, mix(random));
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
-        for (offset, bytes) in std::mem::take(&mut state.unflushed) {
+        for (offset, bytes) in unflushed {
             store(&mut state.durable, offset, &bytes);
         }
         Ok(())
