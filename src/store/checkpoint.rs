@@ -19,7 +19,7 @@ use std::path::Path;
 use super::commit;
 use super::directory;
 use super::disk::{self, Disk, Probe};
-use super::format::{self, Geometry, Region, SUPERBLOCK_COPIES, Superblock};
+use super::format::{self, Geometry, Region, Superblock};
 use super::reader::{absent, own_ring, spawn};
 use super::recover::{Found, Recovery, damaged};
 use super::{ExtentTable, Reader, StoredSection};
@@ -67,8 +67,8 @@ impl Spec {
 /// The checkpoint store: what a [`Reader`] reads, and the sole right to change it.
 pub struct CheckpointStore {
     reader: Reader,
-    /// Superblock copies that differ from the one in force.
-    pub(super) stale: Vec<usize>,
+    /// All superblock copies are the one in force, and durable.
+    pub(super) settled: bool,
     /// The first failure of a write or flush.
     pub(super) failure: Option<String>,
     pub(super) hook: Option<Box<dyn Fn(Phase) + Send>>,
@@ -200,16 +200,13 @@ impl CheckpointStore {
             check_spec(path, &found.superblock, spec)?;
         }
         let found = found.readable()?;
-        let stale = (0..SUPERBLOCK_COPIES)
-            .filter(|copy| found.copies[*copy].as_ref().ok() != Some(&found.superblock))
-            .collect();
         let mut reader = Reader::new(path, engine, own, found);
         if let Some(spec) = spec {
             reader.table = Some(ExtentTable::new(&spec.sections));
         }
         Ok(CheckpointStore {
             reader,
-            stale,
+            settled: false,
             failure: None,
             hook: None,
         })
@@ -254,7 +251,7 @@ impl CheckpointStore {
         reader.table = Some(table);
         let mut store = CheckpointStore {
             reader,
-            stale: Vec::new(),
+            settled: true,
             failure: None,
             hook: None,
         };

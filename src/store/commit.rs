@@ -85,10 +85,13 @@ pub(super) fn begin(store: &mut CheckpointStore, generation: u64) -> Result<Comm
         let expected = format!("a generation after {}", newest.unwrap_or(0));
         return Err(refused(store, &expected, &generation.to_string()));
     }
-    if !store.stale.is_empty() {
-        let (superblock, stale) = (store.superblock.clone(), store.stale.clone());
-        store.write_superblock(&superblock, &stale)?;
-        store.stale.clear();
+    if !store.settled {
+        // What was read need not be durable: the process that wrote it may have ended before its
+        // flush. By halves: a cut must not meet all copies at once.
+        let superblock = store.superblock.clone();
+        store.write_superblock(&superblock, &[0, 1])?;
+        store.write_superblock(&superblock, &[2, 3])?;
+        store.settled = true;
     }
     let region = store
         .superblock
