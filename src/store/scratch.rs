@@ -5,7 +5,8 @@
 //! - Extents are spread over the paths in proportion to their budgets.
 //! - Each write raises the extent's generation and keeps its checksum in memory; each read is
 //!   checked against it before anyone sees the bytes.
-//! - The first failure of any I/O latches the store: later requests are refused with its text.
+//! - The first failure of any I/O latches the store: outstanding and later requests are refused with
+//!   its text.
 //!
 //! No fsync, no resume: that is [`super::checkpoint`].
 
@@ -347,6 +348,14 @@ fn settle(done: Done<Tag>, path: &Path, entries: &Entries, failure: &Failure) {
                 Ok(())
             }
         }
+    };
+    let result = match (result, failure.get()) {
+        // After a failed write its extent's next read would find what was there before.
+        (Ok(()), Some(first)) => {
+            let first = first.clone();
+            Err(Error::StoreFailed { first })
+        }
+        (result, _) => result,
     };
     if let Err(error) = &result {
         failure.get_or_init(|| error.to_string());
