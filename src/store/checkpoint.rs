@@ -19,7 +19,7 @@ use std::path::Path;
 use super::commit;
 use super::directory;
 use super::disk::{self, Disk, Probe};
-use super::format::{self, Geometry, Region, Superblock};
+use super::format::{self, Geometry, Region, SUPERBLOCK_COPIES, Superblock};
 use super::reader::{absent, own_ring, spawn};
 use super::recover::{Found, Recovery, damaged};
 use super::{ExtentTable, Reader, StoredSection};
