@@ -11,6 +11,7 @@ mod keys;
 pub mod parse;
 mod size;
 
+pub(crate) use given::distance;
 pub use parse::{Class, Difference, commented_template};
 
 use std::path::PathBuf;
@@ -172,6 +173,8 @@ pub struct MemoryConfig {
     /// Terabytes (10^12 bytes) that the drive of store and checkpoints is rated to take; `None`
     /// where nobody says.
     pub drive_tbw: Option<f64>,
+    /// Measured rates of this machine, as `terrace-bench profile` writes them.
+    pub profile: Option<PathBuf>,
 }
 
 /// Engine of the store.
@@ -261,6 +264,7 @@ impl Default for RunConfig {
                 recompute: Recompute::Auto,
                 io_engine: None,
                 drive_tbw: None,
+                profile: None,
             },
             checkpoint: CheckpointConfig {
                 dir: None,

@@ -16,6 +16,7 @@
 #![deny(unsafe_code)]
 
 pub mod error;
+pub mod report;
 pub mod stats;
 // What is wanted: pure, no I/O, no clock.
 pub mod config;

@@ -92,6 +92,28 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |count| count.get())
 }
 
+/// The processor's model, as the kernel names it; the architecture where it has no name.
+pub fn cpu_model() -> String {
+    let found = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let named = found
+        .lines()
+        .find_map(|line| line.strip_prefix("model name"));
+    let name = named
+        .and_then(|rest| rest.split_once(':'))
+        .map(|(_, name)| name.trim());
+    name.unwrap_or(std::env::consts::ARCH).to_string()
+}
+
+/// Bytes of memory that the machine has, used or not.
+pub fn memory_bytes() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"));
+    let kilobytes = total.and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse().ok());
+    kilobytes.map_or(0, |kilobytes: u64| kilobytes * 1024)
+}
+
 /// Peak resident memory of this process in bytes, as the kernel counts it.
 pub fn peak_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

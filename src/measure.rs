@@ -1,35 +1,48 @@
 //! What this machine does: rates of its hops, of matrix products and of AdamW, measured.
 //!
 //! - [`measure_rates`] takes a fraction of a second and no disk: what a plan on this machine uses.
-//! - [`Hops::measure`] takes seconds and writes a store of the size given, through the scratch
-//!   class that a run spills with; what it wrote is gone when it returns.
+//! - [`hops::measure`] takes a minute and writes a store of the size given, through the scratch
+//!   class that a run spills with; what it wrote is gone when it returns. [`profile`] keeps it.
+//! - [`load::run`] does what jobs in fio's words ask for: [`words`], [`job_file`], then [`outcome`]
+//!   as text ([`fio_text`]) or JSON ([`fio_json`]).
 //! - Rates are of the fastest of a few runs: what the hop can do, not what neighbours leave of it.
 
-use std::path::{Path, PathBuf};
+pub mod charts;
+pub mod fio_json;
+pub mod fio_text;
+pub mod histogram;
+pub mod hops;
+pub mod job_file;
+pub mod load;
+pub mod outcome;
+mod pattern;
+pub mod profile;
+mod target;
+mod units;
+pub mod usage;
+pub mod words;
+mod worker;
+
 use std::time::Instant;
 
 use rayon::prelude::*;
 
-use crate::config::IoEngine;
 use crate::device::{Device, View};
-use crate::error::{Error, Result};
-use crate::host::{HostArena, Lease, Ring};
+use crate::error::Result;
+use crate::host::{HostArena, Lease};
 use crate::optimizer::{self, AdamwStep, GradientSpan, Isa, PIECE_ELEMENTS, WeightSpan};
 use crate::plan::DeviceProfile;
 use crate::schedule::simulate::Rates;
-use crate::store::disk::Direction;
-use crate::store::{Completion, Request, Scratch, StoredSection};
-use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Section, TileId};
+use crate::tile::PAGE_BYTES;
+use profile::STORE_BYTES_PER_SECOND;
 
 /// Bytes of a parameter in memory: weight, residual, two moments, bf16 gradient.
 const PARAMETER_BYTES: u64 = 14;
 /// Bytes of a parameter that AdamW moves: all are read, all but the gradient written.
 pub const ADAMW_TRAFFIC_BYTES: u64 = 26;
-/// Extents in flight while the store is measured.
-const SLABS: usize = 16;
 
 /// Rates of this machine and a device, measured in a fraction of a second; the store's are what a
-/// common NVMe drive does: [`Hops`] measures it.
+/// common NVMe drive does: [`hops`] measures it.
 ///
 /// # Errors
 /// Those of taking memory.
@@ -45,8 +58,9 @@ pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
         gemm: device.gemm,
         promote: device.copy_in,
         demote: device.copy_out,
-        store_read: 1.5e9,
-        store_write: 1.5e9,
+        store_read: STORE_BYTES_PER_SECOND,
+        store_write: STORE_BYTES_PER_SECOND,
+        store_mixed: STORE_BYTES_PER_SECOND,
         adamw: measure_adamw(4 << 20, 3)?.parameters,
         shared_cores: profile.card.is_none(),
     })
@@ -145,144 +159,4 @@ fn fastest_seconds(times: u32, mut work: impl FnMut()) -> f64 {
         fastest = fastest.min(started.elapsed().as_secs_f64());
     }
     fastest.max(1e-9)
-}
-
-/// What every hop of this machine does.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
-pub struct Hops {
-    /// Rates as a plan takes them.
-    pub rates: Rates,
-    /// Bytes a second that AdamW moves, 26 a parameter.
-    pub adamw_bytes: f64,
-    /// Bytes a second of the in-place stream that bounds it.
-    pub stream_bytes: f64,
-    /// Bytes that went to the store and back.
-    pub store_bytes: u64,
-    /// Engine, direct or buffered, file system; warnings.
-    pub store: Vec<String>,
-}
-
-impl Hops {
-    /// Measures everything; the store in a new directory under `directory`, with `store_bytes`
-    /// there and back through `engine`, or the one that a probe picks.
-    ///
-    /// # Errors
-    /// [`Error::Io`] and [`Error::Budget`] of the store; those of taking memory.
-    pub fn measure(directory: &Path, store_bytes: u64, engine: Option<IoEngine>) -> Result<Hops> {
-        let place = Place::make(directory)?;
-        let store = measure_store(&place.path, store_bytes, engine)?;
-        let device = measure_device(&DeviceProfile::cpu(), 256 << 20)?;
-        let adamw = measure_adamw(16 << 20, 5)?;
-        Ok(Hops {
-            rates: Rates {
-                gemm: device.gemm,
-                promote: device.copy_in,
-                demote: device.copy_out,
-                store_read: store.read,
-                store_write: store.write,
-                adamw: adamw.parameters,
-                shared_cores: true,
-            },
-            adamw_bytes: adamw.parameters * ADAMW_TRAFFIC_BYTES as f64,
-            stream_bytes: adamw.stream,
-            store_bytes: store.bytes,
-            store: store.sentences,
-        })
-    }
-}
-
-/// A directory of this process's own, removed at the end. What was there before is not touched.
-struct Place {
-    path: PathBuf,
-}
-
-impl Place {
-    fn make(parent: &Path) -> Result<Place> {
-        let path = parent.join(format!("terrace-bench.{}", std::process::id()));
-        match std::fs::create_dir(&path) {
-            Ok(()) => Ok(Place { path }),
-            Err(source) => Err(Error::Io {
-                action: "make",
-                path,
-                source,
-                remedy: "; name a directory that is there and can be written".to_string(),
-            }),
-        }
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        // The directory was made by this process, and nobody else writes there.
-        std::fs::remove_dir_all(&self.path).ok();
-    }
-}
-
-struct StoreRates {
-    write: f64,
-    read: f64,
-    bytes: u64,
-    sentences: Vec<String>,
-}
-
-fn measure_store(path: &Path, bytes: u64, engine: Option<IoEngine>) -> Result<StoreRates> {
-    let elements = (bytes / 4)
-        .max(EXTENT_ELEMENTS)
-        .next_multiple_of(EXTENT_ELEMENTS);
-    let section = StoredSection {
-        tile: TileId { layer: 0, part: 0 },
-        section: Section::Moment1,
-        elements,
-        element_bytes: 4,
-    };
-    let mut cutter = HostArena::take(SLABS as u64 * EXTENT_BYTES_MAX)?;
-    let ring = cutter.cut_ring(SLABS, EXTENT_BYTES_MAX);
-    let bytes = section.slot_bytes();
-    let paths = [(path.to_path_buf(), bytes)];
-    let store = Scratch::create(&paths, &[section], engine, &[ring.span()])?;
-    // Slabs that hold zeros might be stored as holes.
-    for slab in (0..SLABS)
-        .map(|_| ring.take())
-        .collect::<Vec<_>>()
-        .iter_mut()
-    {
-        for (index, word) in slab.as_mut_slice::<u32>().iter_mut().enumerate() {
-            *word = (index as u32).wrapping_mul(0x9E37_79B9);
-        }
-    }
-    let write_seconds = move_all(&store, &section, &ring, Direction::Write)?;
-    let read_seconds = move_all(&store, &section, &ring, Direction::Read)?;
-    Ok(StoreRates {
-        write: bytes as f64 / write_seconds,
-        read: bytes as f64 / read_seconds,
-        bytes,
-        sentences: store.sentences().to_vec(),
-    })
-}
-
-/// Seconds for every extent of a section to move one way, as many at once as there are slabs.
-fn move_all(store: &Scratch, section: &StoredSection, ring: &Ring, kind: Direction) -> Result<f64> {
-    let (reply, completions) = crossbeam_channel::bounded::<Completion>(SLABS);
-    let mut keys = section.keys().peekable();
-    let mut in_flight = 0;
-    let started = Instant::now();
-    while in_flight > 0 || keys.peek().is_some() {
-        while let Some(slab) = keys.peek().is_some().then(|| ring.try_take()).flatten() {
-            let key = keys.next().expect("peeked above");
-            let bytes = store.payload_bytes(key);
-            let reply = reply.clone();
-            store.submit(Request {
-                kind,
-                key,
-                bytes,
-                slab,
-                reply,
-            })?;
-            in_flight += 1;
-        }
-        let completion = completions.recv().expect("this function holds a sender");
-        in_flight -= 1;
-        completion.result?;
-    }
-    Ok(started.elapsed().as_secs_f64().max(1e-9))
 }

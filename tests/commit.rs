@@ -80,7 +80,9 @@ fn start(way: Way, directory: &Path) -> Engine {
         store,
         sentences: Vec::new(),
     };
-    let engine = build_engine(&spec, &config, plan, &budget, false).unwrap().0;
+    let engine = build_engine(&spec, &config, plan, &budget, false)
+        .unwrap()
+        .0;
     let weights = WeightSource::random(&spec, 11);
     let fill =
         |layer, elements, out: &mut [f32]| weights.fill(&spec.tile_layout(layer), elements, out);
@@ -253,8 +255,15 @@ fn without_the_wait_a_commit_mixes_two_steps() {
         let run = beside(way, Duration::from_millis(10), Engine::hold_loosely);
         assert_eq!(run.losses, losses, "a commit only reads");
         assert_eq!(run.waited, 0.0);
-        let mixed = run.commits.iter().zip(&states).filter(|(got, of)| got != of);
-        assert!(mixed.count() > 0, "{way:?}: no commit was reached by an update");
+        let mixed = run
+            .commits
+            .iter()
+            .zip(&states)
+            .filter(|(got, of)| got != of);
+        assert!(
+            mixed.count() > 0,
+            "{way:?}: no commit was reached by an update"
+        );
     }
 }
 
@@ -286,10 +295,22 @@ fn a_write_that_fails_leaves_the_commit_before_and_lets_training_go_on() {
     engine.drain().unwrap();
     let (made, again) = commit.join().unwrap();
     let error = made.unwrap_err();
-    assert!(matches!(error, Error::TileIo { action: "write", .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::TileIo {
+                action: "write",
+                ..
+            }
+        ),
+        "{error}"
+    );
     assert_eq!(error.exit_code(), 4);
     let refused = again.expect("a store that failed takes no commit");
-    assert!(refused.to_string().contains(&error.to_string()), "{refused}");
+    assert!(
+        refused.to_string().contains(&error.to_string()),
+        "{refused}"
+    );
     assert_eq!(got, losses);
     let after = Box::new(disk.after_crash(3, Faults::default()));
     let store = CheckpointStore::open_disk(after, bytes, Some(&spec)).unwrap();

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Rooms in the order in which they may use each other: a room uses rooms of earlier rows, and
 /// those of its own row where `mutual`.
 const DIRECTION: &[(&[&str], bool)] = &[
-    (&["error", "stats"], false),
+    (&["error", "report", "stats"], false),
     (&["config", "model", "tile"], true),
     (&["plan", "schedule", "store/format"], true),
     (&["host"], false),

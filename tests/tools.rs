@@ -18,7 +18,6 @@ use tempfile::TempDir;
 use terrace::device::cuda::Card;
 
 const TERRACE: &str = env!("CARGO_BIN_EXE_terrace");
-const BENCH: &str = env!("CARGO_BIN_EXE_terrace-bench");
 const INSPECT: &str = env!("CARGO_BIN_EXE_terrace-inspect");
 
 const RUN: &str = r#"
@@ -1088,53 +1087,6 @@ fn inspect_names_the_tile_section_and_extent_that_are_damaged() {
     let export = room.terrace("export --checkpoint run/checkpoint --out damaged");
     assert_eq!(export.code, 3, "{export:?}");
     assert!(!room.path("damaged").exists());
-}
-
-#[test]
-fn bench_measures_every_hop_and_leaves_nothing() {
-    let room = Room::new();
-    room.write("terrace-bench.0/kept", "of somebody else");
-    let before = room.listing();
-    let bench =
-        |arguments: &str| -> Ended { room.command(BENCH, arguments).output().unwrap().into() };
-    let text = bench("hops . --bytes 8MiB --engine pread").success();
-    for name in [
-        "gemm f32",
-        "host to device",
-        "device to host",
-        "adamw",
-        "store write",
-        "store read",
-    ] {
-        assert!(
-            text.lines().any(|line| line.starts_with(name)),
-            "{name}: {text}"
-        );
-    }
-    let out = bench("hops . --bytes 8MiB --json").success();
-    let hops: Value = serde_json::from_str(&out).unwrap();
-    assert_eq!(hops["store_bytes"], 8 << 20);
-    for rate in [
-        "gemm",
-        "promote",
-        "demote",
-        "store_read",
-        "store_write",
-        "adamw",
-    ] {
-        assert!(hops["rates"][rate].as_f64().unwrap() > 0.0, "{rate}: {out}");
-    }
-    let absent = bench("hops absent");
-    assert_eq!(absent.code, 4);
-    let start = "terrace-bench: make: absent/terrace-bench.";
-    let end = "No such file or directory (os error 2); name a directory that is there and can be \
-               written\n";
-    assert!(
-        absent.err.starts_with(start) && absent.err.ends_with(end),
-        "{absent:?}"
-    );
-    assert_eq!(bench("hops . --bytes 8").code, 2);
-    assert_eq!(room.listing(), before);
 }
 
 #[test]

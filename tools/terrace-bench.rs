@@ -1,17 +1,26 @@
 //! `terrace-bench`: measures the tiers. Argument parsing and printing only.
 
+#[path = "terrace-bench/hops.rs"]
+mod hops;
+#[path = "terrace-bench/jobs.rs"]
+mod jobs;
+
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use terrace::config::{IoEngine, Size};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use terrace::error::{Error, Result};
-use terrace::measure::Hops;
 
-/// Measures what every hop of this machine does.
+/// Measures the tiers: jobs on a drive in fio's words, every hop of this machine, and the profile
+/// that plans are made with.
 #[derive(Parser)]
-#[command(version, max_term_width = 100)]
+#[command(
+    version,
+    max_term_width = 100,
+    override_usage = "terrace-bench --name=NAME [--OPTION=VALUE]... | JOB-FILE...\n       \
+                      terrace-bench hops DIRECTORY\n       \
+                      terrace-bench profile -o profile.toml --store DIRECTORY"
+)]
 struct Bench {
     #[command(subcommand)]
     command: Command,
@@ -19,43 +28,33 @@ struct Bench {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Matrix products, copies, AdamW and the store of this machine, a line each
-    Hops(HopsArguments),
+    /// Matrix products, copies, checksums, zstd, AdamW and the store of this machine, a line each
+    Hops(hops::HopsArguments),
+    /// Measure every hop in about a minute and write what `terrace plan` and `terrace train` read
+    Profile(hops::ProfileArguments),
 }
 
-#[derive(Args)]
-struct HopsArguments {
-    /// Directory on the drive to measure; a directory is made in it and removed at the end
-    directory: PathBuf,
-    /// Bytes to write to the store and read back
-    #[arg(long, default_value = "256MiB")]
-    bytes: String,
-    /// How to do I/O; by a probe otherwise
-    #[arg(long)]
-    engine: Option<EngineName>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum EngineName {
-    #[value(name = "io_uring")]
-    Uring,
-    Pread,
-}
+/// First words that are not a job's.
+const COMMANDS: [&str; 7] = ["hops", "profile", "help", "-h", "--help", "-V", "--version"];
 
 fn main() -> ExitCode {
-    let Command::Hops(arguments) = match Bench::try_parse() {
-        Ok(bench) => bench.command,
-        Err(error) => {
-            let code = if error.use_stderr() { 2 } else { 0 };
-            error.print().ok();
-            return ExitCode::from(code);
-        }
+    // A file size limit is an error of a write, not the end of the process.
+    let flag = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, flag).ok();
+    let arguments: Vec<String> = std::env::args_os()
+        .skip(1)
+        .map(|argument| argument.to_string_lossy().into_owned())
+        .collect();
+    let commanded = arguments
+        .first()
+        .is_none_or(|first| COMMANDS.contains(&first.as_str()));
+    let ended = if commanded {
+        command()
+    } else {
+        jobs::run(&arguments)
     };
-    match hops(&arguments) {
-        Ok(()) => ExitCode::SUCCESS,
+    match ended {
+        Ok(code) => code,
         Err(error) if error.is_broken_pipe() => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("terrace-bench: {error}");
@@ -64,64 +63,27 @@ fn main() -> ExitCode {
     }
 }
 
-fn hops(arguments: &HopsArguments) -> Result<()> {
-    let Size::Bytes(bytes) = Size::parse(&arguments.bytes, "--bytes")? else {
-        let expected = "a size with a unit";
-        let remedy = "write 256MiB";
-        return Err(Error::input(
-            "arguments",
-            "--bytes",
-            expected,
-            "auto",
-            remedy,
-        ));
-    };
-    let engine = arguments.engine.map(|name| match name {
-        EngineName::Uring => IoEngine::Uring,
-        EngineName::Pread => IoEngine::Pread,
-    });
-    let hops = Hops::measure(&arguments.directory, bytes, engine)?;
-    let text = if arguments.json {
-        let json = serde_json::to_string_pretty(&hops);
-        json.expect("numbers and strings are JSON") + "\n"
-    } else {
-        lines(&hops)
-    };
-    let written = std::io::stdout().lock().write_all(text.as_bytes());
-    written.map_err(|e| Error::io("write", "standard output".as_ref(), e))
+fn command() -> Result<ExitCode> {
+    let parsed = Bench::command()
+        .after_help(jobs::help())
+        .try_get_matches()
+        .and_then(|matches| Bench::from_arg_matches(&matches));
+    match parsed {
+        Ok(Bench {
+            command: Command::Hops(arguments),
+        }) => hops::hops(&arguments),
+        Ok(Bench {
+            command: Command::Profile(arguments),
+        }) => hops::profile(&arguments),
+        Err(error) => {
+            let code = if error.use_stderr() { 2 } else { 0 };
+            error.print().ok();
+            Ok(ExitCode::from(code))
+        }
+    }
 }
 
-fn lines(hops: &Hops) -> String {
-    let rates = &hops.rates;
-    let gigabytes = |rate: f64| format!("{:.2} GB/s", rate / 1e9);
-    let percent = 100.0 * hops.adamw_bytes / hops.stream_bytes;
-    let mut text = String::new();
-    for sentence in &hops.store {
-        text.push_str(sentence);
-        text.push('\n');
-    }
-    let adamw = format!(
-        "{} ({:.3} G parameters/s), {percent:.0} % of an in-place stream's {}",
-        gigabytes(hops.adamw_bytes),
-        rates.adamw / 1e9,
-        gigabytes(hops.stream_bytes),
-    );
-    let store_bytes = hops.store_bytes >> 20;
-    for (name, value) in [
-        ("gemm f32", format!("{:.1} GFLOP/s", rates.gemm / 1e9)),
-        ("host to device", gigabytes(rates.promote)),
-        ("device to host", gigabytes(rates.demote)),
-        ("adamw", adamw),
-        (
-            "store write",
-            format!("{} over {store_bytes} MiB", gigabytes(rates.store_write)),
-        ),
-        (
-            "store read",
-            format!("{} over {store_bytes} MiB", gigabytes(rates.store_read)),
-        ),
-    ] {
-        text.push_str(&format!("{name:<16}{value}\n"));
-    }
-    text
+fn print(text: &str) -> Result<()> {
+    let written = std::io::stdout().lock().write_all(text.as_bytes());
+    written.map_err(|e| Error::io("write", "standard output".as_ref(), e))
 }

@@ -208,7 +208,7 @@ pub(super) fn unknown_key(place: &str, table: &str, known: &[&str], got: &str) -
 }
 
 /// Edits (insert, remove, replace a character) that make one text the other.
-pub(super) fn distance(a: &str, b: &str) -> usize {
+pub(crate) fn distance(a: &str, b: &str) -> usize {
     // Longer foreign names are as far as their first characters: the work stays bounded.
     let b: Vec<char> = b.chars().take(64).collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

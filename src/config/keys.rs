@@ -460,6 +460,16 @@ pub(super) const KEYS: &[Key] = &[
         |v| v.and_then(number)
     ),
     key!(
+        memory.profile,
+        Free,
+        "",
+        "# \"profile.toml\"",
+        "Rates of this machine, measured once by `terrace-bench profile`; without it, a moment's\n\
+         measurement and a common drive.",
+        |g| Some(g.path()?),
+        |v| v.as_deref().map(quoted_path)
+    ),
+    key!(
         checkpoint.dir,
         Free,
         "",

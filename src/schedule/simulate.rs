@@ -27,10 +27,19 @@ pub struct Rates {
     pub store_read: f64,
     /// Host to store, alone.
     pub store_write: f64,
+    /// Both ways at once, bytes of both together: an update reads and writes the same extents.
+    pub store_mixed: f64,
     /// AdamW over host memory, parameters a second.
     pub adamw: f64,
     /// Arithmetic and AdamW share the same cores.
     pub shared_cores: bool,
+}
+
+impl Rates {
+    /// The mixed rate of a store that takes reads and writes in turn.
+    pub fn mixed_of(read: f64, write: f64) -> f64 {
+        2.0 / (1.0 / read + 1.0 / write)
+    }
 }
 
 /// Seconds of a step by the rates.
@@ -307,5 +316,8 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
 }
 
 fn disk_seconds(work: &Work, rates: &Rates) -> f64 {
-    work.read as f64 / rates.store_read + work.write as f64 / rates.store_write
+    let both = work.read.min(work.write);
+    (work.read - both) as f64 / rates.store_read
+        + (work.write - both) as f64 / rates.store_write
+        + 2.0 * both as f64 / rates.store_mixed
 }

@@ -398,7 +398,7 @@ fn try_ring(disk: &mut UringDisk) -> io::Result<()> {
 
 /// A disk of `bytes` on `file` by the engine that `probe` chose. `memory` is registered with the
 /// kernel where it allows that. The note, if any, says what was not allowed.
-pub(super) fn open(
+pub fn open(
     file: File,
     bytes: u64,
     probe: &Probe,

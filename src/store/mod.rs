@@ -276,6 +276,20 @@ pub fn free_bytes(path: &std::path::Path) -> u64 {
     sys::free_bytes(path)
 }
 
+/// Reserves the first `bytes` of the new file at `path`.
+///
+/// # Errors
+/// [`crate::Error::Budget`] of `tier`, ending in `remedy`, where the file system has less.
+pub fn reserve(
+    file: &std::fs::File,
+    path: &std::path::Path,
+    bytes: u64,
+    tier: &'static str,
+    remedy: &str,
+) -> crate::Result<()> {
+    directory::reserve(file, path, bytes, tier, remedy)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

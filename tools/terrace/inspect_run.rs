@@ -12,6 +12,7 @@ use terrace::error::{Error, Result};
 use terrace::hf;
 use terrace::machine::{self, HostMemory};
 use terrace::measure::measure_rates;
+use terrace::measure::profile::Profile;
 use terrace::optimizer::Isa;
 use terrace::plan::{DeviceProfile, bytes_text, count_text};
 use terrace::schedule::Schedule;
@@ -47,6 +48,9 @@ pub(crate) struct PlanArguments {
     /// Matrix products of the device, TFLOP/s
     #[arg(long, value_name = "TFLOPS")]
     gemm: Option<f64>,
+    /// Rates of this machine or another: a file that `terrace-bench profile` wrote
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
     /// Store reads, bytes a second: 6GB
     #[arg(long, value_name = "SIZE/s")]
     disk_read: Option<String>,
@@ -93,13 +97,18 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
         }
     }
     // Device memory on the command line means a GPU, and rates of a server with one.
-    let (profile, mut rates) = if arguments.device_memory.is_some() {
+    let (profile, otherwise) = if arguments.device_memory.is_some() {
         let precision = config.model.precision;
-        (DeviceProfile::cuda("gpu", 0, precision), gpu_rates())
+        (DeviceProfile::cuda("gpu", 0, precision), Some(gpu_rates()))
     } else {
-        let rates = measure_rates(&cpu)?;
-        (cpu, rates)
+        (cpu, None)
     };
+    let measured = arguments
+        .profile
+        .as_ref()
+        .or(config.memory.profile.as_ref());
+    let (mut rates, notes) = rates_of(measured, otherwise, &profile, &budget.store)?;
+    budget.sentences.extend(notes);
     override_rates(arguments, &mut rates)?;
     let (plan, prediction) = fastest(&spec, &config, &profile, budget.budgets, &rates)?;
     let schedule = Schedule::train(&plan);
@@ -151,6 +160,20 @@ fn list(schedule: &Schedule) -> Result<()> {
     Ok(())
 }
 
+/// Rates of a profile where there is one; else those given, or this machine's.
+fn rates_of(
+    measured: Option<&PathBuf>,
+    otherwise: Option<Rates>,
+    device: &DeviceProfile,
+    store: &[(PathBuf, u64)],
+) -> Result<(Rates, Vec<String>)> {
+    match (measured, otherwise) {
+        (Some(path), _) => Profile::read(path)?.rates(path, device, store),
+        (None, Some(rates)) => Ok((rates, Vec::new())),
+        (None, None) => Ok((measure_rates(device)?, Vec::new())),
+    }
+}
+
 /// A GPU server as measured once: H200, PCIe 5, 16 cores, one cloud disk.
 fn gpu_rates() -> Rates {
     Rates {
@@ -159,6 +182,7 @@ fn gpu_rates() -> Rates {
         demote: 55e9,
         store_read: 1.7e9,
         store_write: 2.3e9,
+        store_mixed: Rates::mixed_of(1.7e9, 2.3e9),
         adamw: 4.2e9,
         shared_cores: false,
     }
@@ -179,6 +203,9 @@ fn override_rates(arguments: &PlanArguments, rates: &mut Rates) -> Result<()> {
         &arguments.disk_write,
         &mut rates.store_write,
     )?;
+    if arguments.disk_read.is_some() || arguments.disk_write.is_some() {
+        rates.store_mixed = Rates::mixed_of(rates.store_read, rates.store_write);
+    }
     let factor = |flag: &str, value: Option<f64>, unit: f64, to: &mut f64| match value {
         Some(value) if !(value.is_finite() && value > 0.0) => {
             let got = value.to_string();

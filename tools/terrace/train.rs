@@ -16,6 +16,7 @@ use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
 use terrace::generate::{Sampling, generate};
 use terrace::measure::measure_rates;
+use terrace::measure::profile::Profile;
 use terrace::plan::{bytes_text, count_text};
 use terrace::schedule::simulate::{Prediction, fastest};
 use terrace::train::{Run, Start, StepReport, Trainer, choose_device, resolve_budgets};
@@ -95,7 +96,13 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     for sentence in &budget.sentences {
         say(sentence)?;
     }
-    let rates = measure_rates(&profile)?;
+    let (rates, notes) = match &run.config.memory.profile {
+        Some(path) => Profile::read(path)?.rates(path, &profile, &budget.store)?,
+        None => (measure_rates(&profile)?, Vec::new()),
+    };
+    for note in notes {
+        say(&note)?;
+    }
     let (plan, prediction) = fastest(&run.spec, &run.config, &profile, budget.budgets, &rates)?;
     say(&plan.table(&prediction, &rates))?;
     let entropy = held_out_entropy(&run);

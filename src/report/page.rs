@@ -1,0 +1,106 @@
+//! One HTML file of panels.
+
+use std::fmt::Write;
+
+use super::escaped;
+
+/// A table: numbers are right-aligned but for the first column.
+#[derive(Clone, Debug, Default)]
+pub struct Table {
+    /// Heads of the columns.
+    pub heads: Vec<String>,
+    /// Cells by row.
+    pub rows: Vec<Vec<String>>,
+}
+
+/// What a panel holds.
+#[derive(Clone, Debug)]
+pub enum Part {
+    /// A chart's SVG, as [`super::chart`] makes it.
+    Chart(String),
+    /// A table.
+    Table(Table),
+    /// A paragraph.
+    Text(String),
+    /// A paragraph about something that went wrong.
+    Failure(String),
+}
+
+/// A card of the page.
+#[derive(Clone, Debug, Default)]
+pub struct Panel {
+    /// Its head.
+    pub title: String,
+    /// Below the head.
+    pub subtitle: String,
+    /// From top to bottom.
+    pub parts: Vec<Part>,
+}
+
+/// A page.
+#[derive(Clone, Debug, Default)]
+pub struct Page {
+    /// Its head, and the window's.
+    pub title: String,
+    /// Below the head.
+    pub subtitle: String,
+    /// The panels.
+    pub panels: Vec<Panel>,
+}
+
+const STYLE: &str = include_str!("page.css");
+
+impl Page {
+    /// The whole file.
+    pub fn html(&self) -> String {
+        let mut html = format!(
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+             <meta name=\"color-scheme\" content=\"light dark\">\
+             <title>{0}</title>\n<style>\n{STYLE}</style></head>\n<body><header><h1>{0}</h1>\
+             <p>{1}</p></header>\n<main>\n",
+            escaped(&self.title),
+            escaped(&self.subtitle)
+        );
+        for panel in &self.panels {
+            write!(
+                html,
+                "<section><h2>{}</h2><p class=\"sub\">{}</p>\n",
+                escaped(&panel.title),
+                escaped(&panel.subtitle)
+            )
+            .ok();
+            for part in &panel.parts {
+                match part {
+                    Part::Chart(svg) => html.push_str(svg),
+                    Part::Table(table) => table.write(&mut html),
+                    Part::Text(text) => html.push_str(&format!("<p>{}</p>", escaped(text))),
+                    Part::Failure(text) => {
+                        html.push_str(&format!("<p class=\"bad\">{}</p>", escaped(text)));
+                    }
+                }
+                html.push('\n');
+            }
+            html.push_str("</section>\n");
+        }
+        html + "</main></body></html>\n"
+    }
+}
+
+impl Table {
+    fn write(&self, html: &mut String) {
+        html.push_str("<div class=\"wide\"><table><thead><tr>");
+        for head in &self.heads {
+            write!(html, "<th scope=\"col\">{}</th>", escaped(head)).ok();
+        }
+        html.push_str("</tr></thead><tbody>");
+        for row in &self.rows {
+            html.push_str("<tr>");
+            for cell in row {
+                write!(html, "<td>{}</td>", escaped(cell)).ok();
+            }
+            html.push_str("</tr>");
+        }
+        html.push_str("</tbody></table></div>");
+    }
+}
