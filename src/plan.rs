@@ -17,6 +17,7 @@ use crate::config::{Recompute, RunConfig};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::tile::{PAGE_BYTES, Precision, SECTION_COUNT, Section, TileLayout};
+use homes::Room;
 use regions::{DeviceMap, DeviceShape};
 
 /// What the plan needs to know of a device.
@@ -143,6 +144,8 @@ pub struct HostMap {
     pub wide_slot: u64,
     /// Bytes of each of the two slots in which weights of the device are updated; 0 without them.
     pub weight_slot: u64,
+    /// Bytes of anchors that are here between forward and backward.
+    pub anchors: u64,
     /// Slabs of the ring.
     pub slabs: u64,
     /// Slabs of a ring of its own, through which commits are written beside training; 0 where
@@ -246,8 +249,12 @@ impl Plan {
         };
         let least = least_device(spec, config, device, budgets.device, purpose)?;
         let arena = budgets.device - device.fixed_bytes;
-        let spare = arena - least.bytes;
-        let (tiles, host) = homes::place(spec, config, purpose, deferred, budgets, spare)?;
+        let room = Room {
+            budgets,
+            spare: arena - least.bytes,
+            anchors: least.travelling_bytes(),
+        };
+        let (tiles, host) = homes::place(spec, config, purpose, deferred, room)?;
         let (map, kept) = fill_device(spec, config, &least, &tiles, arena);
         let spilled_bytes: u64 = tiles
             .iter()
@@ -337,20 +344,31 @@ fn least_device(
         micros,
         buffers: config.memory.buffers,
         kept: 0,
+        travelling: 0,
         activation_bytes: device.activation_bytes,
         converts_weights: device.converts_bf16 && config.model.precision == Precision::Bf16,
         precision: config.model.precision,
         gradient_bytes: homes::gradient_bytes(config),
         trains: purpose == Purpose::Train,
     };
-    let least = DeviceMap::new(spec, shape, &[]);
-    if shape.trains && config.memory.recompute == Recompute::None {
+    let fixed = device.fixed_bytes;
+    let needed = |map: &DeviceMap| map.bytes.saturating_add(fixed);
+    let map_of = |shape| DeviceMap::new(spec, shape, &[]);
+    let all_kept = shape.trains && config.memory.recompute == Recompute::None;
+    if all_kept {
         shape.kept = u64::from(spec.blocks) * micros;
     }
-    let map = DeviceMap::new(spec, shape, &[]);
-    let needed = map.bytes.saturating_add(device.fixed_bytes);
-    if needed > budget || map.bytes == regions::TOO_LARGE {
-        let fixed = device.fixed_bytes;
+    let mut map = map_of(shape);
+    // Anchors leave for host where the device cannot hold them: no more of them than that.
+    let row = map.anchor_bytes.saturating_mul(micros).max(1);
+    let lack = needed(&map).saturating_sub(budget);
+    if shape.trains && lack > 0 {
+        let rows = u16::try_from(lack.div_ceil(row)).unwrap_or(u16::MAX);
+        shape.travelling = rows.min(regions::travelling_max(spec.blocks));
+        map = map_of(shape);
+    }
+    if needed(&map) > budget || map.bytes == regions::TOO_LARGE {
+        let least = map_of(DeviceShape { kept: 0, ..shape });
         return Err(device_refusal(spec, config, [&least, &map], fixed, budget));
     }
     Ok(map)
@@ -395,13 +413,9 @@ fn device_refusal(
     let needed = map.bytes.saturating_add(fixed_bytes);
     let arena = budget.saturating_sub(fixed_bytes);
     let (shape, micros) = (map.shape, map.shape.micros);
-    let anchors = if shape.trains {
-        u64::from(spec.blocks) + 1
-    } else {
-        1
-    };
+    let rows = 1 + u64::from(spec.blocks - shape.travelling) * u64::from(shape.trains);
     // A micro-batch's anchors, and what of it must be kept.
-    let per_micro = anchors
+    let per_micro = rows
         .saturating_mul(map.anchor_bytes)
         .saturating_add((shape.kept / micros).saturating_mul(map.workspace.bytes));
     let fixed = map.bytes.saturating_sub(per_micro.saturating_mul(micros));

@@ -184,6 +184,20 @@ pub enum Action {
         /// To.
         slot: GradientSlot,
     },
+    /// Demotes a block's anchor to host until backward.
+    DemoteAnchor {
+        /// Layer.
+        layer: u16,
+        /// Micro-batch.
+        micro: u32,
+    },
+    /// Promotes it again.
+    PromoteAnchor {
+        /// Layer.
+        layer: u16,
+        /// Micro-batch.
+        micro: u32,
+    },
     /// Demotes a weight section that lives on the device, for its update.
     DemoteWeight {
         /// Layer.

@@ -56,6 +56,9 @@ pub struct Tiers {
     /// Two for blocks and the wide one, where the plan has them.
     shared_gradients: [Option<Mutex<Lease>>; 3],
     weight_slots: [Option<Mutex<Lease>>; 2],
+    /// Anchors that travel, by layer then micro-batch.
+    anchors: Vec<Mutex<Lease>>,
+    micros: u32,
 }
 
 impl Tiers {
@@ -103,6 +106,10 @@ impl Tiers {
         ];
         let shared_gradients = shared.map(&mut slot);
         let weight_slots = [plan.host.weight_slot; 2].map(&mut slot);
+        let shape = &plan.map.shape;
+        let anchors = u64::from(shape.travelling) * shape.micros;
+        let anchors = (0..anchors).map(|_| Mutex::new(cutter.cut(plan.map.anchor_bytes)));
+        let anchors = anchors.collect();
         Tiers {
             device,
             ring,
@@ -118,6 +125,8 @@ impl Tiers {
             own_gradients,
             shared_gradients,
             weight_slots,
+            anchors,
+            micros: u32::try_from(shape.micros).expect("micro-batches are capped"),
         }
     }
 
@@ -395,6 +404,30 @@ impl Tiers {
         self.device
             .copy_in(offset, &place.as_slice::<u8>()[..bytes]);
         self.stats.crossed(Hop::Promote, bytes as u64);
+    }
+
+    /// Demotes a layer's anchor to its place in host.
+    pub fn demote_anchor(&self, layer: u16, micro: u32, anchor: View) {
+        let mut place = self.anchor_place(layer, micro);
+        let bytes = usize::try_from(anchor.bytes()).expect("an anchor fits its place");
+        self.device
+            .copy_out(anchor.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
+        self.stats.crossed(Hop::Demote, anchor.bytes());
+    }
+
+    /// Promotes it again.
+    pub fn promote_anchor(&self, layer: u16, micro: u32, anchor: View) {
+        let place = self.anchor_place(layer, micro);
+        let bytes = usize::try_from(anchor.bytes()).expect("an anchor fits its place");
+        self.device
+            .copy_in(anchor.offset, &place.as_slice::<u8>()[..bytes]);
+        self.stats.crossed(Hop::Promote, anchor.bytes());
+    }
+
+    fn anchor_place(&self, layer: u16, micro: u32) -> MutexGuard<'_, Lease> {
+        let index = (u32::from(layer) - 1) * self.micros + micro;
+        let place = &self.anchors[index as usize];
+        place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn device_weight(&self, layer: u16) -> (u64, usize) {

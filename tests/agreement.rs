@@ -87,6 +87,8 @@ struct Way {
     on_device: OnDevice,
     /// Layers that are updated under the next forward; with clipping all are.
     deferred: u16,
+    /// Layers whose anchors are in host between forward and backward.
+    travelling: u16,
     buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     kept: u64,
@@ -101,6 +103,7 @@ const PLAIN: Way = Way {
     spilled: Spilled::Nothing,
     on_device: OnDevice::Nothing,
     deferred: 0,
+    travelling: 0,
     buffers: 2,
     kept: 0,
     isa: Isa::Scalar,
@@ -177,8 +180,13 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
         };
     }
     let spare = if on_device { PLENTY } else { 0 };
-    let device = least.map.bytes + way.kept * least.map.workspace.bytes + spare;
-    let plan = make(&config, device, host - lack);
+    let row = least.map.anchor_bytes * MICROS;
+    let device = least.map.bytes - row * u64::from(way.travelling)
+        + way.kept * least.map.workspace.bytes
+        + spare;
+    let anchors = u64::from(way.travelling) * MICROS * least.map.anchor_bytes;
+    let plan = make(&config, device, host - lack + 2 * anchors);
+    assert_eq!(plan.map.shape.travelling, way.travelling);
     assert_eq!(plan.kept.len() as u64, way.kept);
     check_spilled(&plan, way.spilled);
     let moved = plan.map.parked.iter().chain(&plan.map.weight_homes);
@@ -464,6 +472,40 @@ fn agree_for(precision: Precision, tied: bool) {
             ..SMALL
         };
         agree(numbers, &ways());
+    }
+}
+
+#[test]
+fn anchors_may_be_in_host() {
+    let ways = [
+        Way {
+            travelling: 1,
+            ..PLAIN
+        },
+        Way {
+            travelling: 3,
+            buffers: 1,
+            isa: Isa::Avx2,
+            ..PLAIN
+        },
+        Way {
+            travelling: 2,
+            deferred: 4,
+            buffers: 3,
+            ..PLAIN
+        },
+    ];
+    for (tied, precision, max_grad_norm) in
+        [(true, Precision::Bf16, 0.5), (false, Precision::Fp32, 0.0)]
+    {
+        let numbers = Numbers {
+            tied,
+            precision,
+            max_grad_norm,
+            blocks: 5,
+            ..SMALL
+        };
+        agree(numbers, &ways);
     }
 }
 

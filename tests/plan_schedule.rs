@@ -19,7 +19,7 @@ use proptest::test_runner::TestCaseError;
 use terrace::Error;
 use terrace::config::{Recompute, RunConfig, Size, StorePath};
 use terrace::model::ModelSpec;
-use terrace::plan::regions::DeviceMap;
+use terrace::plan::regions::{DeviceMap, travelling_max};
 use terrace::plan::{Budgets, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan};
 use terrace::schedule::{Action, Form, Lane, Schedule};
 use terrace::tile::{GradientDtype, Precision, Section};
@@ -157,12 +157,14 @@ fn check_homes(plan: &Plan) -> Result<(), TestCaseError> {
             }
         }
     }
-    let rings = plan.host.slabs * plan.host.slab_bytes;
+    let rings = (plan.host.slabs + plan.host.commit_slabs) * plan.host.slab_bytes;
     prop_assert_eq!(plan.host.homes, homes);
     let weights = 2 * plan.host.weight_slot;
+    let anchors = plan.map.travelling_bytes();
+    prop_assert_eq!(plan.host.anchors, anchors);
     prop_assert_eq!(
         plan.host.bytes,
-        homes + plan.host.gradients + weights + rings
+        homes + plan.host.gradients + weights + anchors + rings
     );
     prop_assert!(plan.host.bytes <= plan.budgets.host);
     prop_assert!(plan.map.bytes <= plan.budgets.device);
@@ -335,6 +337,11 @@ fn regions(plan: &Plan) -> Vec<(String, u64, u64)> {
     for (layer, micro) in (1..=head).flat_map(|layer| (0..micros).map(move |micro| (layer, micro)))
     {
         let name = format!("anchor {layer} {micro}");
+        // Those that travel take turns.
+        let name = match map.anchor_row(layer) {
+            row if map.shape.travelling > 0 && row < 2 => format!("anchor row {row} {micro}"),
+            _ => name,
+        };
         add(&name, map.anchor(layer, micro), map.anchor_bytes);
     }
     for layer in 0..=head {
@@ -464,8 +471,8 @@ fn a_store_without_space_is_not_called_missing() {
 }
 
 /// A plan whose host lacks `lack` percent of what can live on the device, which has room for
-/// `spare` percent of it and for `kept` activations.
-fn crowded(case: &Case, kept: u64, lack: u64, spare: u64) -> Plan {
+/// `spare` percent of it and for `kept` activations, but lacks rows of anchors.
+fn crowded(case: &Case, [kept, lack, spare]: [u64; 3], travelling: u16) -> Plan {
     let mut case = case.clone();
     case.config.memory.recompute = Recompute::All;
     let roomy = case.roomy();
@@ -480,8 +487,11 @@ fn crowded(case: &Case, kept: u64, lack: u64, spare: u64) -> Plan {
         })
         .sum();
     case.config.memory.recompute = Recompute::Auto;
+    let row = roomy.map.anchor_bytes * roomy.map.shape.micros;
     let host = roomy.host.bytes - movable * lack / 100;
-    let device = roomy.map.bytes + movable * spare / 100 + kept * roomy.map.workspace.bytes;
+    let device = roomy.map.bytes - row * u64::from(travelling)
+        + movable * spare / 100
+        + kept * roomy.map.workspace.bytes;
     case.plan(budgets(device, host, PLENTY))
         .expect("the store has room")
 }
@@ -519,7 +529,8 @@ fn action_count(plan: &Plan, schedule: &Schedule) -> u64 {
     let clears = blocks + 2;
     let spills = plan.tiles[0].spilled().next().is_some();
     let rows = u64::from(plan.deferred > 0 && !spills);
-    let finished = 3 * (blocks + 2) + parked + 2 * here + rows;
+    let anchors = 2 * u64::from(plan.map.shape.travelling) * micros;
+    let finished = 3 * (blocks + 2) + parked + 2 * here + rows + anchors;
     let backward = promotes + blocks + blocks * micros + micros + clears + finished;
     forward + backward + u64::from(plan.clipping)
 }
@@ -640,9 +651,16 @@ proptest! {
         kept in 0u64..=24,
         lack in 0u64..=100,
         spare in 0u64..=120,
+        travelling in 0u16..=4,
         seed: u64,
     ) {
-        let plan = crowded(&case, kept, lack, spare);
+        let travelling = travelling.min(travelling_max(case.spec.blocks));
+        let spare = if travelling > 0 { 0 } else { spare };
+        let kept = if travelling > 0 { 0 } else { kept };
+        let plan = crowded(&case, [kept, lack, spare], travelling);
+        if case.config.memory.recompute != Recompute::None {
+            prop_assert_eq!(plan.map.shape.travelling, travelling);
+        }
         check_regions(&plan)?;
         check_gradients(&plan)?;
         for block in 0..=plan.blocks {
@@ -689,8 +707,9 @@ fn every_wait_is_needed_or_implied_by_others() {
             // All in host; gradients on the device; weights too; updates in both orders.
             let plans = [
                 keeping(&case(0), 1),
-                crowded(&case(blocks + 2), 1, 40, 120),
-                crowded(&case(2), 0, 90, 120),
+                crowded(&case(blocks + 2), [1, 40, 120], 0),
+                crowded(&case(2), [0, 90, 120], 0),
+                crowded(&case(1), [0, 0, 0], travelling_max(blocks)),
             ];
             for plan in plans {
                 homes += plan.map.weight_homes.iter().flatten().count();

@@ -25,14 +25,24 @@ pub(super) fn gradient_bytes(config: &RunConfig) -> u64 {
     }
 }
 
-/// Gives every section and gradient a home. `spare` is what the device has beside its least map.
+/// What there is room for.
+#[derive(Clone, Copy)]
+pub(super) struct Room {
+    /// Of each tier.
+    pub(super) budgets: Budgets,
+    /// What the device has beside its least map.
+    pub(super) spare: u64,
+    /// Bytes of host that anchors take.
+    pub(super) anchors: u64,
+}
+
+/// Gives every section and gradient a home.
 pub(super) fn place(
     spec: &ModelSpec,
     config: &RunConfig,
     purpose: Purpose,
     deferred: u16,
-    budgets: Budgets,
-    spare: u64,
+    room: Room,
 ) -> Result<(Vec<TilePlan>, HostMap)> {
     let precision = config.model.precision;
     let present = |section: Section| {
@@ -52,14 +62,14 @@ pub(super) fn place(
         })
         .collect();
     if purpose == Purpose::Forward {
-        return spill(tiles, config, purpose, budgets);
+        return spill(tiles, config, purpose, room);
     }
     // Weights on the device pass through slots of host: too much for the smallest of hosts.
-    let with = use_spare(&tiles, config, budgets, spare, true);
-    match spill(with, config, purpose, budgets) {
+    let with = use_spare(&tiles, config, room, true);
+    match spill(with, config, purpose, room) {
         Err(Error::Budget { tier: "host", .. }) => {
-            let without = use_spare(&tiles, config, budgets, spare, false);
-            spill(without, config, purpose, budgets)
+            let without = use_spare(&tiles, config, room, false);
+            spill(without, config, purpose, room)
         }
         placed => placed,
     }
@@ -67,13 +77,7 @@ pub(super) fn place(
 
 /// Moves gradients that wait, then weights of blocks, to the device, as few as let the host hold
 /// the rest; where it cannot, as many as help it most.
-fn use_spare(
-    tiles: &[TilePlan],
-    config: &RunConfig,
-    budgets: Budgets,
-    spare: u64,
-    weights: bool,
-) -> Vec<TilePlan> {
+fn use_spare(tiles: &[TilePlan], config: &RunConfig, room: Room, weights: bool) -> Vec<TilePlan> {
     let precision = config.model.precision;
     let blocks = || (1..tiles.len() - 1).rev();
     // The embedding's is finished last and wanted first: it is moved after all others.
@@ -83,11 +87,11 @@ fn use_spare(
         .map(|layer| (layer, true))
         .chain(blocks().filter(|_| weights).map(|layer| (layer, false)))
         .collect();
-    let mut left = spare;
+    let mut left = room.spare;
     let (mut trial, mut best_tiles) = (tiles.to_vec(), tiles.to_vec());
-    let mut best = host_map(&trial, config, Purpose::Train).bytes;
+    let mut best = host_map(&trial, config, Purpose::Train, room.anchors).bytes;
     for (layer, is_gradient) in moves {
-        if best <= budgets.host {
+        if best <= room.budgets.host {
             break;
         }
         let tile = &mut trial[layer];
@@ -105,7 +109,7 @@ fn use_spare(
             false => tile.homes[Section::Weight as usize] = Some(Home::Device),
         }
         // The first of a kind also costs the slots that they all pass through.
-        let bytes = host_map(&trial, config, Purpose::Train).bytes;
+        let bytes = host_map(&trial, config, Purpose::Train, room.anchors).bytes;
         if bytes < best {
             best = bytes;
             best_tiles.clone_from(&trial);
@@ -115,7 +119,7 @@ fn use_spare(
 }
 
 /// The host's arena with every section that has a home there.
-fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose) -> HostMap {
+fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: u64) -> HostMap {
     let precision = config.model.precision;
     let page = |bytes: u64| bytes.next_multiple_of(PAGE_BYTES);
     let gradient = |tile: &TilePlan| page(tile.layout.elements * gradient_bytes(config));
@@ -152,16 +156,18 @@ fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose) -> HostMap
         (Purpose::Forward, _) | (_, 0) => 0,
         _ => COMMIT_SLABS,
     };
+    let rings = (slabs + commit_slabs) * slab_bytes;
     HostMap {
         homes,
         gradients,
         block_slot,
         wide_slot,
         weight_slot,
+        anchors,
         slabs,
         commit_slabs,
         slab_bytes,
-        bytes: homes + gradients + 2 * weight_slot + (slabs + commit_slabs) * slab_bytes,
+        bytes: homes + gradients + 2 * weight_slot + anchors + rings,
     }
 }
 
@@ -170,10 +176,11 @@ fn spill(
     mut tiles: Vec<TilePlan>,
     config: &RunConfig,
     purpose: Purpose,
-    budgets: Budgets,
+    room: Room,
 ) -> Result<(Vec<TilePlan>, HostMap)> {
     let precision = config.model.precision;
-    let mut host = host_map(&tiles, config, purpose);
+    let budgets = room.budgets;
+    let mut host = host_map(&tiles, config, purpose, room.anchors);
     let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
     let mut overflow = host.bytes.saturating_sub(budgets.host);
     let groups: [&[Section]; 3] = [
@@ -253,14 +260,21 @@ fn refuse_overflow(
             budget: budgets.host,
             missing: host.bytes - budgets.host,
             remedy: format!(
-                "with every section spilled, gradients ({} bytes) and the slab rings ({} bytes) \
+                "with every section spilled, gradients ({} bytes) {}the slab rings ({} bytes) \
                  remain: raise memory.host, lower memory.slabs{}",
                 host.gradients,
+                match host.anchors {
+                    0 => String::new(),
+                    bytes => format!("anchors ({bytes} bytes) "),
+                } + "and ",
                 (host.slabs + host.commit_slabs) * host.slab_bytes,
-                if config.train.max_grad_norm > 0.0 {
-                    ", or set train.max_grad_norm = 0 so that gradients need not wait for the norm"
-                } else {
-                    ""
+                match (host.anchors > 0, config.train.max_grad_norm > 0.0) {
+                    (true, _) => " or train.micro_batches, or raise memory.device",
+                    (false, true) => {
+                        ", or set train.max_grad_norm = 0 so that gradients need not wait for the \
+                         norm"
+                    }
+                    (false, false) => "",
                 }
             ),
         });

@@ -96,6 +96,10 @@ impl Plan {
             "-".into(),
             "-".into(),
         );
+        if self.host.anchors > 0 {
+            let name = "anchors between forward and backward";
+            line(name, shown(self.host.anchors), "-".into(), "-".into());
+        }
         if self.host.commit_slabs > 0 {
             let ring = self.host.commit_slabs * self.host.slab_bytes;
             let name = format!("{} slabs of commits", self.host.commit_slabs);
@@ -203,6 +207,7 @@ impl Plan {
                 "homes": self.host.homes,
                 "gradients": self.host.gradients,
                 "weight_slots": 2 * self.host.weight_slot,
+                "anchors": self.host.anchors,
                 "slabs": self.host.slabs, "slab_bytes": self.host.slab_bytes,
                 "commit_slabs": self.host.commit_slabs,
             },

@@ -10,7 +10,7 @@
 
 use super::{GradientHome, Home, TilePlan};
 use crate::model::ModelSpec;
-use crate::tile::{Precision, Section, TileLayout};
+use crate::tile::{PAGE_BYTES, Precision, Section, TileLayout};
 
 /// Alignment of a region, in bytes.
 pub const REGION_ALIGN: u64 = 256;
@@ -279,6 +279,8 @@ pub struct DeviceShape {
     pub buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     pub kept: u64,
+    /// Layers 1 to here, inclusive, have their anchors in host between forward and backward.
+    pub travelling: u16,
     /// Bytes of an activation.
     pub activation_bytes: u64,
     /// The device computes on copies of the weights in its activation format.
@@ -310,7 +312,8 @@ pub struct DeviceMap {
     pub head_accumulator: u64,
     /// f32 accumulator of the embed tile.
     pub embed_accumulator: u64,
-    /// Anchors: the input of each block and of the head, by layer then micro.
+    /// Anchors: the input of each block and of the head, by row (see [`DeviceMap::anchor`]) then
+    /// micro.
     pub anchors: u64,
     /// Bytes from one anchor to the next.
     pub anchor_bytes: u64,
@@ -368,8 +371,8 @@ impl DeviceMap {
         cutter.part("gradient accumulators");
 
         let anchor_bytes = aligned(product([shape.tokens, spec.hidden, act]));
-        let anchor_layers = 1 + u64::from(spec.blocks) * train;
-        let anchors = cutter.cut(product([anchor_bytes, anchor_layers, shape.micros]));
+        let rows = 1 + u64::from(spec.blocks - shape.travelling) * train;
+        let anchors = cutter.cut(product([anchor_bytes, rows, shape.micros]));
         cutter.part("anchors");
 
         let (weight_homes, parked) = cutter.cut_homes(&shape, tiles);
@@ -416,12 +419,38 @@ impl DeviceMap {
 
     /// Offset of the anchor that is the input of layer `layer` (1..=blocks + 1) for `micro`. The
     /// forward-only form computes in place on those of layer 1.
+    ///
+    /// Layers have a row each. Where the first t travel to host, layers 1 to t + 2 take turns in
+    /// two rows: those of t + 1 and t + 2 are still there when backward comes to them.
     pub fn anchor(&self, layer: u16, micro: u32) -> u64 {
-        let row = u64::from(layer) - 1;
+        let row = u64::from(self.anchor_row(layer));
         assert!(
             row == 0 || self.shape.trains,
             "a forward-only map has anchors of one layer"
         );
         self.anchors + (row * self.shape.micros + u64::from(micro)) * self.anchor_bytes
     }
+
+    /// Row of a layer's anchors.
+    pub fn anchor_row(&self, layer: u16) -> u16 {
+        let index = layer - 1;
+        match self.shape.travelling {
+            0 => index,
+            travelling if index < travelling + 2 => index % 2,
+            travelling => index - travelling,
+        }
+    }
+
+    /// Bytes of host that anchors take.
+    pub fn travelling_bytes(&self) -> u64 {
+        let anchors = u64::from(self.shape.travelling) * self.shape.micros;
+        let place = self.anchor_bytes.checked_next_multiple_of(PAGE_BYTES);
+        anchors.saturating_mul(place.unwrap_or(TOO_LARGE))
+    }
+}
+
+/// Most layers whose anchors can travel: the head's holds the gradient of the hidden states, and two
+/// rows are for those that come and go.
+pub fn travelling_max(blocks: u16) -> u16 {
+    blocks.saturating_sub(2)
 }

@@ -1,5 +1,7 @@
 //! Derives a schedule: actions in the order of their lanes, with what each waits for in its step.
 
+use std::collections::BTreeMap;
+
 use super::{
     Accumulator, Action, After, Buffer, Finished, Form, GradientSlot, Lane, Schedule,
     ScheduledAction,
@@ -23,6 +25,10 @@ pub(super) struct Builder<'a> {
     parked: Vec<Option<u32>>,
     /// By layer: its update, the whole of it.
     pub(super) updated: Vec<Option<u32>>,
+    /// By micro-batch: the gathering of its rows.
+    gathered: Vec<u32>,
+    /// By layer and micro-batch: the demotion of its anchor.
+    anchors_left: BTreeMap<(u16, u32), u32>,
     /// The update of the embedding rows that the next step names.
     pub(super) rows_updated: Option<u32>,
     /// By shared gradient slot (two of blocks, the wide one): the last update from it.
@@ -51,6 +57,8 @@ impl<'a> Builder<'a> {
             demoted: vec![None; layers],
             parked: vec![None; layers],
             updated: vec![None; layers],
+            gathered: Vec::new(),
+            anchors_left: BTreeMap::new(),
             rows_updated: None,
             slot_users: [None; 3],
             weight_users: [None; 2],
@@ -112,7 +120,9 @@ impl<'a> Builder<'a> {
 
     pub(super) fn gather(&mut self) {
         for micro in 0..self.schedule.micros {
-            self.push(Lane::Up, Action::Gather { micro }, &[]);
+            let gathered = self.push(Lane::Up, Action::Gather { micro }, &[]);
+            self.gathered.push(gathered);
+            self.demote_anchor(1, micro, gathered);
         }
     }
 
@@ -141,6 +151,33 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// The demotion of a layer's anchor, if it travels.
+    fn left(&self, layer: u16, micro: u32) -> Option<u32> {
+        self.anchors_left.get(&(layer, micro)).copied()
+    }
+
+    /// Demotes a layer's anchor, if it travels, as soon as it is written.
+    fn demote_anchor(&mut self, layer: u16, micro: u32, written: u32) {
+        if self.trains() && layer <= self.plan.map.shape.travelling {
+            let action = Action::DemoteAnchor { layer, micro };
+            let left = self.push(Lane::Down, action, &[Some(written)]);
+            self.anchors_left.insert((layer, micro), left);
+        }
+    }
+
+    /// Promotes a layer's anchors, if they travel, once the anchors in their row are used.
+    fn promote_anchors(&mut self, layer: u16, row_used: &[u32]) -> Vec<Option<u32>> {
+        let mut promoted = vec![None; self.schedule.micros as usize];
+        if layer <= self.plan.map.shape.travelling {
+            for (micro, promoted) in (0..).zip(&mut promoted) {
+                let action = Action::PromoteAnchor { layer, micro };
+                let after = [Some(row_used[micro as usize]), self.left(layer, micro)];
+                *promoted = Some(self.push(Lane::Up, action, &after));
+            }
+        }
+        promoted
+    }
+
     fn bind(&mut self, layer: u16, buffer: Buffer) -> u32 {
         let promoted = self.promoted[usize::from(layer)];
         self.push(Lane::Compute, Action::Bind { layer, buffer }, &[promoted])
@@ -151,14 +188,17 @@ impl<'a> Builder<'a> {
             let buffer = self.weights(layer, true);
             let mut last = self.bind(layer, buffer);
             for micro in 0..self.schedule.micros {
-                let gathered = (layer == 1).then_some(micro);
+                let gathered = (layer == 1).then(|| self.gathered[micro as usize]);
+                // The row of its output held the anchor of two layers before.
+                let left = (layer > 1).then(|| self.left(layer - 1, micro)).flatten();
                 let action = if self.trains() {
                     let keep = self.plan.kept_slot(layer - 1, micro);
                     Action::Forward { layer, micro, keep }
                 } else {
                     Action::ForwardOnly { layer, micro }
                 };
-                last = self.push(Lane::Compute, action, &[gathered]);
+                last = self.push(Lane::Compute, action, &[gathered, left]);
+                self.demote_anchor(layer + 1, micro, last);
             }
             self.used(buffer, last);
         }
@@ -284,14 +324,18 @@ impl<'a> Builder<'a> {
     pub(super) fn backward(&mut self) {
         let resident = u16::try_from(self.plan.map.buffers.len()).expect("at most 8 buffers");
         let streamed = self.streamed();
+        // Backward of each micro-batch of the layer after, and of the one after that.
+        let mut used: [Vec<u32>; 2] = Default::default();
         for layer in (1..self.head).rev() {
             // The last blocks that came through the buffers are still there.
             let buffer = self.weights(layer, layer + resident <= streamed);
+            let anchors = self.promote_anchors(layer, &used[1]);
             let accumulator = self.accumulator(layer);
             let demoted = (layer + 2 < self.head).then(|| self.demoted[usize::from(layer) + 2]);
             let clear = Action::Clear { layer, accumulator };
             self.push(Lane::Compute, clear, &[demoted.flatten()]);
             let mut last = self.bind(layer, buffer);
+            let mut now = Vec::new();
             for micro in 0..self.schedule.micros {
                 let kept = self.plan.kept_slot(layer - 1, micro);
                 let action = Action::Backward {
@@ -300,8 +344,10 @@ impl<'a> Builder<'a> {
                     kept,
                     accumulator,
                 };
-                last = self.push(Lane::Compute, action, &[]);
+                last = self.push(Lane::Compute, action, &[anchors[micro as usize]]);
+                now.push(last);
             }
+            used = [now, std::mem::take(&mut used[0])];
             self.used(buffer, last);
             self.finish(layer);
         }

@@ -147,6 +147,14 @@ fn work(plan: &Plan, action: Action) -> Work {
             demote: section_bytes(layer, Section::Weight),
             ..Work::default()
         },
+        Action::DemoteAnchor { .. } => Work {
+            demote: plan.map.anchor_bytes,
+            ..Work::default()
+        },
+        Action::PromoteAnchor { .. } => Work {
+            promote: plan.map.anchor_bytes,
+            ..Work::default()
+        },
         Action::Return { layer, .. } => Work {
             promote: section_bytes(layer, Section::Weight),
             ..Work::default()

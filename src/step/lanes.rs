@@ -46,7 +46,7 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
                 let result = match lane {
                     Lane::Up => shared.up(&pass, action),
                     Lane::Return => shared.give_back(action),
-                    _ => shared.down(action),
+                    _ => shared.down(&pass, action),
                 };
                 result?;
                 shared.poison_after(&pass, index);
@@ -113,7 +113,9 @@ pub(super) fn await_turn(shared: &Shared, lane: Lane, pass: &Pass, index: usize)
             return false;
         }
         let cause = match (lane, pass.action(after.action as usize)) {
-            (Lane::Compute, Action::Demote { .. }) => Some(Wait::ComputeForDemote),
+            (Lane::Compute, Action::Demote { .. } | Action::DemoteAnchor { .. }) => {
+                Some(Wait::ComputeForDemote)
+            }
             (Lane::Compute, _) => Some(Wait::ComputeForWeights),
             (Lane::Up, Action::Update { .. }) => Some(Wait::PromoteForUpdate),
             _ => None,
@@ -141,9 +143,13 @@ impl Shared {
         match action {
             Action::Gather { micro } => {
                 let tokens = &pass.data.micros[micro as usize].tokens;
-                let act = self.tiers.device.activation_dtype();
-                let out = View::new(map.anchor(1, micro), tokens.len() as u64 * self.hidden, act);
+                let out = self.anchor(pass, 1, micro);
                 self.tiers.gather_rows(tokens, self.hidden, out)
+            }
+            Action::PromoteAnchor { layer, micro } => {
+                let anchor = self.anchor(pass, layer, micro);
+                self.tiers.promote_anchor(layer, micro, anchor);
+                Ok(())
             }
             Action::Promote {
                 layer,
@@ -163,7 +169,15 @@ impl Shared {
         }
     }
 
-    fn down(&self, action: Action) -> Result<()> {
+    /// The input of a layer, act `[T, H]`.
+    fn anchor(&self, pass: &Pass, layer: u16, micro: u32) -> View {
+        let tokens = pass.data.micros[micro as usize].tokens.len() as u64;
+        let act = self.tiers.device.activation_dtype();
+        let offset = self.plan.map.anchor(layer, micro);
+        View::new(offset, tokens * self.hidden, act)
+    }
+
+    fn down(&self, pass: &Pass, action: Action) -> Result<()> {
         match action {
             Action::Demote { layer, from, slot } => {
                 let gradient = match from {
@@ -173,6 +187,10 @@ impl Shared {
                 self.tiers.demote_gradient(gradient, slot);
             }
             Action::DemoteWeight { layer, slot } => self.tiers.demote_weight(layer, slot),
+            Action::DemoteAnchor { layer, micro } => {
+                let anchor = self.anchor(pass, layer, micro);
+                self.tiers.demote_anchor(layer, micro, anchor);
+            }
             other => unreachable!("{other:?} is not an action of the down lane"),
         }
         Ok(())

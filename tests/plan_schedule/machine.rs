@@ -50,7 +50,10 @@ enum Place {
     Parked(u16),
     Buffer(u32),
     HeadBuffer,
+    /// By row and micro-batch.
     Anchor(u16, u32),
+    /// An anchor in host.
+    HostAnchor(u16, u32),
     Kept(u32),
     BlockSum(u32),
     HeadSum,
@@ -318,6 +321,9 @@ impl<'a> Machine<'a> {
     /// Every place that the action touches.
     fn accesses(&mut self, at: At) -> Result<Accesses, String> {
         match self.schedule.actions[at.1].action {
+            Action::DemoteAnchor { .. } | Action::PromoteAnchor { .. } => {
+                Ok(self.accesses_of_anchors(at))
+            }
             Action::Gather { .. } | Action::Promote { .. } | Action::Bind { .. } => {
                 self.accesses_of_weights(at)
             }
@@ -370,7 +376,8 @@ impl<'a> Machine<'a> {
 
     fn accesses_of_weights(&self, (step, index): At) -> Result<Accesses, String> {
         use Access::{Reads, Writes};
-        let (head, tied, anchor) = (self.head(), self.plan.tied, Place::Anchor);
+        let (head, tied) = (self.head(), self.plan.tied);
+        let anchor = self.anchor_place();
         Ok(match self.schedule.actions[index].action {
             Action::Gather { micro } => vec![
                 match self.rows_first {
@@ -414,7 +421,8 @@ impl<'a> Machine<'a> {
 
     fn accesses_of_forward(&mut self, (step, index): At) -> Result<Accesses, String> {
         use Access::{Reads, Turns, Writes};
-        let (head, tied, anchor) = (self.head(), self.plan.tied, Place::Anchor);
+        let (head, tied) = (self.head(), self.plan.tied);
+        let anchor = self.anchor_place();
         Ok(match self.schedule.actions[index].action {
             Action::Forward { layer, micro, keep } => {
                 let mut accesses = vec![
@@ -469,7 +477,8 @@ impl<'a> Machine<'a> {
 
     fn accesses_of_backward(&mut self, (step, index): At) -> Result<Accesses, String> {
         use Access::{Reads, Turns};
-        let (head, tied, anchor) = (self.head(), self.plan.tied, Place::Anchor);
+        let (head, tied) = (self.head(), self.plan.tied);
+        let anchor = self.anchor_place();
         Ok(match self.schedule.actions[index].action {
             Action::Backward {
                 layer,
@@ -588,6 +597,46 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Where the anchor of (layer, micro) is on the device: a pass without gradients computes in
+    /// place on the first row.
+    fn anchor_place(&self) -> impl Fn(u16, u32) -> Place + use<'a> {
+        let (plan, trains) = (self.plan, self.schedule.form == Form::Train);
+        move |layer, micro| {
+            let row = if trains {
+                plan.map.anchor_row(layer)
+            } else {
+                0
+            };
+            Place::Anchor(row, micro)
+        }
+    }
+
+    /// A block's anchor, to host and back.
+    fn accesses_of_anchors(&self, (step, index): At) -> Accesses {
+        use Access::{Reads, Turns, Writes};
+        let row = self.anchor_place();
+        match self.schedule.actions[index].action {
+            Action::DemoteAnchor { layer, micro } => {
+                let input = Content::Input(layer, step);
+                vec![
+                    (row(layer, micro), Reads(input.clone())),
+                    (Place::HostAnchor(layer, micro), Turns(None, Some(input))),
+                ]
+            }
+            Action::PromoteAnchor { layer, micro } => {
+                let input = Content::Input(layer, step);
+                vec![
+                    (
+                        Place::HostAnchor(layer, micro),
+                        Turns(Some(input.clone()), None),
+                    ),
+                    (row(layer, micro), Writes(input)),
+                ]
+            }
+            other => unreachable!("{other:?}"),
+        }
+    }
+
     /// A weight section that lives on the device, down for its update and back.
     fn accesses_of_device_weights(&self, (step, index): At) -> Accesses {
         use Access::Turns;
@@ -649,7 +698,7 @@ impl<'a> Machine<'a> {
                 }
                 (Place::Kept(_) | Place::BlockSum(_) | Place::HeadSum, _) => false,
                 (Place::EmbedSum | Place::Slot(_) | Place::Parked(_), _) => false,
-                (Place::WeightSlot(_), _) => false,
+                (Place::WeightSlot(_) | Place::HostAnchor(..), _) => false,
                 _ => true,
             };
             if !right {
