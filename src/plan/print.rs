@@ -55,6 +55,28 @@ impl Plan {
             .sum()
     }
 
+    /// What host holds beside homes and gradients.
+    fn host_pools(&self) -> Vec<(String, u64)> {
+        let host = &self.host;
+        let mut pools = vec![
+            ("weights under update".to_string(), 2 * host.weight_slot),
+            (
+                "anchors between forward and backward".to_string(),
+                host.anchors,
+            ),
+            (
+                format!("{} slabs", host.slabs),
+                host.slabs * host.slab_bytes,
+            ),
+            (
+                format!("{} slabs of commits", host.commit_slabs),
+                host.commit_slabs * host.slab_bytes,
+            ),
+        ];
+        pools.retain(|(_, bytes)| *bytes > 0);
+        pools
+    }
+
     /// The table that `terrace plan` prints.
     pub fn table(&self, prediction: &Prediction, rates: &Rates) -> String {
         let mut text = String::new();
@@ -85,25 +107,8 @@ impl Plan {
         };
         let parked = shown(self.parked_bytes());
         line(waiting, shown(self.host.gradients), "-".into(), parked);
-        if self.host.weight_slot > 0 {
-            let slots = shown(2 * self.host.weight_slot);
-            line("weights under update", slots, "-".into(), "-".into());
-        }
-        let ring = self.host.slabs * self.host.slab_bytes;
-        line(
-            &format!("{} slabs", self.host.slabs),
-            shown(ring),
-            "-".into(),
-            "-".into(),
-        );
-        if self.host.anchors > 0 {
-            let name = "anchors between forward and backward";
-            line(name, shown(self.host.anchors), "-".into(), "-".into());
-        }
-        if self.host.commit_slabs > 0 {
-            let ring = self.host.commit_slabs * self.host.slab_bytes;
-            let name = format!("{} slabs of commits", self.host.commit_slabs);
-            line(&name, shown(ring), "-".into(), "-".into());
+        for (name, bytes) in self.host_pools() {
+            line(&name, shown(bytes), "-".into(), "-".into());
         }
         // What is at home there has lines of its own above.
         let parts = self.map.parts.iter().filter(|(name, _)| *name != HOMES);

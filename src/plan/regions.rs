@@ -449,8 +449,8 @@ impl DeviceMap {
     }
 }
 
-/// Most layers whose anchors can travel: the head's holds the gradient of the hidden states, and two
-/// rows are for those that come and go.
+/// Most layers whose anchors can travel: the head's holds the gradient of the hidden states, and
+/// two rows are for those that come and go.
 pub fn travelling_max(blocks: u16) -> u16 {
     blocks.saturating_sub(2)
 }

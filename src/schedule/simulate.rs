@@ -147,18 +147,6 @@ fn work(plan: &Plan, action: Action) -> Work {
             demote: section_bytes(layer, Section::Weight),
             ..Work::default()
         },
-        Action::DemoteAnchor { .. } => Work {
-            demote: plan.map.anchor_bytes,
-            ..Work::default()
-        },
-        Action::PromoteAnchor { .. } => Work {
-            promote: plan.map.anchor_bytes,
-            ..Work::default()
-        },
-        Action::Return { layer, .. } => Work {
-            promote: section_bytes(layer, Section::Weight),
-            ..Work::default()
-        },
         Action::Demote { layer, .. } => Work {
             demote: layout(layer).elements * plan.gradient_bytes,
             ..Work::default()
@@ -182,7 +170,34 @@ fn work(plan: &Plan, action: Action) -> Work {
                 ..Work::default()
             }
         }
+        Action::DemoteAnchor { .. }
+        | Action::PromoteAnchor { .. }
+        | Action::DemoteWeight { .. }
+        | Action::Return { .. } => travel_work(plan, action),
         _ => compute_work(plan, action),
+    }
+}
+
+/// Anchors that travel, and weights that live on the device.
+fn travel_work(plan: &Plan, action: Action) -> Work {
+    let weight = |layer: u16| {
+        let layout = &plan.tiles[usize::from(layer)].layout;
+        layout.section_bytes(Section::Weight, plan.precision)
+    };
+    match action {
+        Action::DemoteAnchor { .. } => Work {
+            demote: plan.map.anchor_bytes,
+            ..Work::default()
+        },
+        Action::PromoteAnchor { .. } => Work {
+            promote: plan.map.anchor_bytes,
+            ..Work::default()
+        },
+        Action::Return { layer, .. } => Work {
+            promote: weight(layer),
+            ..Work::default()
+        },
+        other => unreachable!("{other:?} does not travel"),
     }
 }
 
