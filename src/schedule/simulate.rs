@@ -143,10 +143,6 @@ fn work(plan: &Plan, action: Action) -> Work {
                 ..Work::default()
             }
         }
-        Action::DemoteWeight { layer, .. } => Work {
-            demote: section_bytes(layer, Section::Weight),
-            ..Work::default()
-        },
         Action::Demote { layer, .. } => Work {
             demote: layout(layer).elements * plan.gradient_bytes,
             ..Work::default()
@@ -191,6 +187,10 @@ fn travel_work(plan: &Plan, action: Action) -> Work {
         },
         Action::PromoteAnchor { .. } => Work {
             promote: plan.map.anchor_bytes,
+            ..Work::default()
+        },
+        Action::DemoteWeight { layer, .. } => Work {
+            demote: weight(layer),
             ..Work::default()
         },
         Action::Return { layer, .. } => Work {
