@@ -10,6 +10,7 @@ const BARS_PER_OCTAVE: usize = 8;
 /// Least points of a line, where the run was long enough.
 const POINTS: u64 = 60;
 const NAMES: [&str; 2] = ["read", "write"];
+const TITLES: [&str; 2] = ["Read", "Write"];
 
 /// The page, complete in itself.
 pub fn page(outcomes: &[Outcome]) -> String {
@@ -114,7 +115,8 @@ fn bandwidth(outcome: &Outcome) -> LineChart {
         title: "Bandwidth".to_string(),
         x_label: "seconds".to_string(),
         y_unit: Unit::BytesPerSecond,
-        from: None,
+        x_from: Some(0.0),
+        y_from: None,
         lines: lines.collect(),
     }
 }
@@ -143,11 +145,7 @@ fn latencies(outcome: &Outcome) -> Vec<HistogramChart> {
         let count = histogram.count().max(1) as f64;
         let percent = |count_in: u64| 100.0 * count_in as f64 / count;
         HistogramChart {
-            title: format!(
-                "Latency of a {}, share of {}",
-                NAMES[index],
-                histogram.count()
-            ),
+            title: format!("{} latency, share of {}", TITLES[index], histogram.count()),
             x_unit: Unit::Nanoseconds,
             bars: bars
                 .iter()

@@ -9,7 +9,7 @@ use super::escaped;
 const WIDTH: f64 = 680.0;
 const HEIGHT: f64 = 230.0;
 const LEFT: f64 = 58.0;
-const RIGHT: f64 = 18.0;
+const RIGHT: f64 = 26.0;
 const TOP: f64 = 30.0;
 const BOTTOM: f64 = 38.0;
 /// Points of a line; more are joined to their means.
@@ -75,7 +75,7 @@ pub struct Line {
     pub points: Vec<(f64, f64)>,
 }
 
-/// Lines over a linear axis; y begins at `from`, or 0.
+/// Lines over linear axes.
 #[derive(Clone, Debug)]
 pub struct LineChart {
     /// Above the chart.
@@ -84,8 +84,10 @@ pub struct LineChart {
     pub x_label: String,
     /// Of y.
     pub y_unit: Unit,
+    /// Where x begins; `None` is at the first point.
+    pub x_from: Option<f64>,
     /// Where y begins; `None` is 0.
-    pub from: Option<f64>,
+    pub y_from: Option<f64>,
     /// The lines.
     pub lines: Vec<Line>,
 }
@@ -213,13 +215,14 @@ impl LineChart {
         };
         let highest = finite().map(|(_, y)| *y).fold(0.0, f64::max);
         let first = finite().map(|(x, _)| *x).fold(f64::INFINITY, f64::min);
+        let first = self.x_from.map_or(first, |from| from.min(first));
         let last = finite().map(|(x, _)| *x).fold(f64::NEG_INFINITY, f64::max);
         let (first, last) = match last - first {
             span if span > 0.0 => (first, last),
             _ if first.is_finite() => (first - 0.5, first + 0.5),
             _ => (0.0, 1.0),
         };
-        let low = self.from.unwrap_or(0.0);
+        let low = self.y_from.unwrap_or(0.0);
         let top = y_axis(&mut svg, low, highest, self.y_unit);
         let place_x = |x: f64| LEFT + (x - first) / (last - first) * (WIDTH - LEFT - RIGHT);
         for tick in ticks(first, last, 8.0) {
@@ -356,6 +359,7 @@ impl HistogramChart {
     /// another goes a row lower.
     fn draw_markers(&self, svg: &mut String, place_x: impl Fn(f64) -> f64) {
         let mut taken: Vec<(usize, f64, f64)> = Vec::new();
+        let mut labels = String::new();
         for (value, name) in &self.markers {
             let x = place_x(*value);
             let right = x + LABEL_WIDTH < WIDTH - RIGHT;
@@ -377,17 +381,23 @@ impl HistogramChart {
             } else {
                 ("end", x - 4.0)
             };
+            let base = HEIGHT - BOTTOM;
             write!(
                 svg,
-                "<line class=\"mark\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{TOP}\" y2=\"{}\"/>\
-                 <text class=\"label\" text-anchor=\"{anchor}\" x=\"{at:.1}\" y=\"{y:.1}\">\
+                "<line class=\"mark\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{TOP}\" y2=\"{base}\"/>"
+            )
+            .ok();
+            write!(
+                labels,
+                "<text class=\"label\" text-anchor=\"{anchor}\" x=\"{at:.1}\" y=\"{y:.1}\">\
                  {} {}</text>",
-                HEIGHT - BOTTOM,
                 escaped(name),
                 self.x_unit.text(*value)
             )
             .ok();
         }
+        // Over all lines, each with a rim of the background.
+        svg.push_str(&labels);
     }
 }
 
@@ -443,7 +453,8 @@ mod tests {
             title: "<a & b>".to_string(),
             x_label: "seconds".to_string(),
             y_unit: Unit::BytesPerSecond,
-            from: None,
+            x_from: Some(0.0),
+            y_from: None,
             lines: vec![Line {
                 name: "read".to_string(),
                 series: 1,
