@@ -8,7 +8,7 @@
 //!     cargo bench --bench card -- --config tests/fixtures/configs/qwen2.5-7b/config.json \
 //!         --layers 14 --micro-batch 16 --micro-batches 4 [--seq-len 1024] [--clip 1] [--steps 5] \
 //!         [--device-memory 125GiB] [--host-memory 100GiB] [--store DIR --store-size 56GiB] \
-//!         [--recompute all] [--trace FILE]
+//!         [--recompute all] [--deferred LAYERS] [--trace FILE]
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -21,8 +21,9 @@ use terrace::error::{Error, Result};
 use terrace::machine;
 use terrace::measure::measure_rates;
 use terrace::model::ModelSpec;
-use terrace::plan::bytes_text;
-use terrace::schedule::simulate::fastest;
+use terrace::plan::{Plan, Purpose, bytes_text};
+use terrace::schedule::Schedule;
+use terrace::schedule::simulate::{fastest, simulate};
 use terrace::stats::WAIT_NAMES;
 use terrace::step::{CARD_LANE, Engine, StepSettings};
 use terrace::train::{build_engine, choose_device, resolve_budgets};
@@ -34,6 +35,8 @@ struct Arguments {
     steps: usize,
     device: String,
     trace: Option<PathBuf>,
+    /// Layers updated under the next forward, instead of as many as the rates suggest.
+    deferred: Option<u16>,
 }
 
 fn size(text: &str) -> Size {
@@ -48,6 +51,7 @@ fn arguments() -> Arguments {
         steps: 5,
         device: "cuda:0".to_string(),
         trace: None,
+        deferred: None,
     };
     let run = &mut given.run;
     run.checkpoint.every = 0;
@@ -81,6 +85,7 @@ fn arguments() -> Arguments {
             "--store" => store = Some(PathBuf::from(value)),
             "--store-size" => store_size = size(&value),
             "--recompute" if value == "all" => run.memory.recompute = Recompute::All,
+            "--deferred" => given.deferred = Some(number() as u16),
             "--trace" => given.trace = Some(value.into()),
             _ => panic!("unknown argument {word} {value}"),
         }
@@ -120,7 +125,21 @@ fn bench(arguments: &Arguments) -> Result<()> {
     println!("{sentence}");
     let budget = resolve_budgets(&spec, config, &profile)?;
     let rates = measure_rates(&profile)?;
-    let (plan, prediction) = fastest(&spec, config, &profile, budget.budgets, &rates)?;
+    let budgets = budget.budgets;
+    let (plan, prediction) = match arguments.deferred {
+        None => fastest(&spec, config, &profile, budgets, &rates)?,
+        Some(deferred) => {
+            let (purpose, config) = (Purpose::Train, &arguments.run);
+            let plan = Plan::deferring(&spec, config, &profile, budgets, purpose, deferred)?;
+            let prediction = simulate(&plan, &Schedule::train(&plan), &rates);
+            (plan, prediction)
+        }
+    };
+    println!(
+        "{} of {} layers are updated under the next forward",
+        plan.deferred,
+        plan.layer_count()
+    );
     print!("{}", plan.table(&prediction, &rates));
     let started = Instant::now();
     let (parameters, host_plan) = (plan.parameters, plan.host.bytes);

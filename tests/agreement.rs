@@ -181,9 +181,9 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
     }
     let spare = if on_device { PLENTY } else { 0 };
     let row = least.map.anchor_bytes * MICROS;
-    let device = least.map.bytes - row * u64::from(way.travelling)
-        + way.kept * least.map.workspace.bytes
-        + spare;
+    let arena = least.map.bytes + least.device.fixed_bytes;
+    let device =
+        arena - row * u64::from(way.travelling) + way.kept * least.map.workspace.bytes + spare;
     let anchors = u64::from(way.travelling) * MICROS * least.map.anchor_bytes;
     let plan = make(&config, device, host - lack + 2 * anchors);
     assert_eq!(plan.map.shape.travelling, way.travelling);
