@@ -19,6 +19,8 @@ pub mod disk;
 mod engine;
 #[doc = include_str!("FORMAT.md")]
 pub mod format;
+#[doc(hidden)]
+pub mod mutant;
 mod pool;
 mod reader;
 mod recover;
