@@ -227,6 +227,8 @@ pub fn probe(directory: &Path, wanted: Option<IoEngine>) -> Result<Probe> {
     let trial = |direct| super::directory::trial_file(directory, direct);
     let direct = match trial(true).and_then(|file| try_page(&file)) {
         Ok(()) => true,
+        // A store that has its space may be opened on a full disk; a new one is refused later.
+        Err(error) if is_full(&error) => true,
         Err(error) if is_unsupported(&error) => false,
         Err(error) => return Err(Error::io("try", directory, error)),
     };
@@ -234,7 +236,10 @@ pub fn probe(directory: &Path, wanted: Option<IoEngine>) -> Result<Probe> {
         Some(IoEngine::Pread) => Err(io::Error::other("not asked for")),
         _ => trial(direct).and_then(|file| {
             let mut disk = UringDisk::new(Arc::new(file), PAGE_BYTES, direct, &[])?;
-            try_ring(&mut disk)
+            match try_ring(&mut disk) {
+                Err(error) if is_full(&error) => Ok(()),
+                tried => tried,
+            }
         }),
     };
     if let (Some(IoEngine::Uring), Err(error)) = (wanted, &ring) {
@@ -345,6 +350,10 @@ fn is_unsupported(error: &io::Error) -> bool {
         error.raw_os_error(),
         Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOTTY)
     )
+}
+
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
 
 /// A page written and read back: some file systems take the flag and refuse the I/O.
