@@ -104,6 +104,8 @@ impl TextTokenizer {
                 "copy it again from the model's repository",
             )
         };
+        // The library panics where a decoder is not JSON.
+        serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| wrong(e.into()))?;
         let mut tokenizer = Tokenizer::from_bytes(json).map_err(wrong)?;
         tokenizer.with_truncation(None).map_err(wrong)?;
         tokenizer.with_padding(None);
