@@ -20,7 +20,7 @@ use terrace::store::mutant::{Mutant, switch};
 const SEEDS: u64 = 20_000;
 
 fn found(mistake: Mistake, seeds: u64) -> Option<(u64, String)> {
-    seeds::first_wrong(seeds, &|seed| {
+    seeds::first_wrong(0..seeds, &|seed| {
         let wrap = |disk, geometry| -> Box<dyn terrace::store::disk::Disk> {
             Box::new(Canary::new(Box::new(disk), geometry, mistake))
         };

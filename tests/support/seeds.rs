@@ -6,8 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Runs seeds 0 to `count` on all processors. `TERRACE_SEEDS` changes the count, `TERRACE_SEED`
-/// runs that one alone.
+/// Runs seeds 0 to `count` on all processors. `TERRACE_SEEDS=100000` changes the count, or names a
+/// range as `20000..40000`; `TERRACE_SEED` runs that one alone.
 pub(crate) fn run(count: u64, test: &str, each: impl Fn(u64) -> Result<(), String> + Sync) {
     let number = |name: &str| {
         std::env::var(name)
@@ -18,9 +18,15 @@ pub(crate) fn run(count: u64, test: &str, each: impl Fn(u64) -> Result<(), Strin
         println!("seed {seed}: {:?}", each(seed));
         return each(seed).unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
     }
-    let count = number("TERRACE_SEEDS").unwrap_or(count);
-    let wrong = first_wrong(count, &each);
-    println!("{test}: {count} seeds");
+    let range = match std::env::var("TERRACE_SEEDS") {
+        Err(_) => 0..count,
+        Ok(text) => match text.split_once("..") {
+            Some((from, to)) => from.parse().unwrap()..to.parse().unwrap(),
+            None => 0..text.parse().unwrap(),
+        },
+    };
+    println!("{test}: seeds {range:?}");
+    let wrong = first_wrong(range, &each);
     if let Some((seed, wrong)) = wrong {
         panic!("seed {seed}: {wrong}\nagain: TERRACE_SEED={seed} cargo test {test}");
     }
@@ -28,10 +34,10 @@ pub(crate) fn run(count: u64, test: &str, each: impl Fn(u64) -> Result<(), Strin
 
 /// The lowest-numbered seed found wrong, or one that panicked; later ones are not begun then.
 pub(crate) fn first_wrong(
-    count: u64,
+    seeds: std::ops::Range<u64>,
     each: &(impl Fn(u64) -> Result<(), String> + Sync),
 ) -> Option<(u64, String)> {
-    let next = AtomicU64::new(0);
+    let next = AtomicU64::new(seeds.start);
     let found: Mutex<Option<(u64, String)>> = Mutex::new(None);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
@@ -39,7 +45,7 @@ pub(crate) fn first_wrong(
             scope.spawn(|| {
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= count || found.lock().unwrap().is_some() {
+                    if seed >= seeds.end || found.lock().unwrap().is_some() {
                         return;
                     }
                     let outcome = catch_unwind(AssertUnwindSafe(|| each(seed)));
