@@ -1,103 +1,26 @@
 //! Goal: a checkpoint store is exactly what was last committed, whatever happened since.
 //! Method: real files on both engines for what a person sees; the simulated disk for power cuts at
-//! every operation of a workload, failures of every operation, and damage to every structure. A
-//! canary disk skips one flush: the same checks must then fail.
+//! every operation of a workload, and damage to chosen structures. Failing operations are in
+//! `store_every_io`, random workloads in `store_model`, random damage in `store_damage`.
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
+
+#[path = "support/commits.rs"]
+mod commits;
+#[path = "support/machine.rs"]
+mod machine;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use commits::{commit, kept, payload, ring, section, spec, verify};
 use terrace::config::IoEngine;
-use terrace::host::{HostArena, Ring};
+use terrace::host::Ring;
 use terrace::store::format::{self, superblock};
 use terrace::store::sim::{Faults, SimDisk, mix};
-use terrace::store::{CheckpointStore, ExtentKey, Phase, Spec, StoredSection, checksum};
-use terrace::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, Section, TileId};
+use terrace::store::{CheckpointStore, Phase, Spec, checksum};
+use terrace::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, Section};
 use terrace::{Error, Result};
-
-const KEEP: u64 = 2;
-
-fn section(layer: u16, section: Section, elements: u64, element_bytes: u64) -> StoredSection {
-    StoredSection {
-        tile: TileId { layer, part: 0 },
-        section,
-        elements,
-        element_bytes,
-    }
-}
-
-fn spec() -> Spec {
-    Spec {
-        model_hash: 77,
-        keep: KEEP,
-        sections: vec![
-            section(0, Section::Weight, 65, 2),
-            section(0, Section::Moment1, 5000, 4),
-            section(1, Section::Weight, 2049, 2),
-        ],
-        engine: None,
-        memory: Vec::new(),
-    }
-}
-
-fn ring(slab_bytes: u64) -> Ring {
-    let mut cutter = HostArena::take(4 * slab_bytes).unwrap();
-    cutter.cut_ring(4, slab_bytes)
-}
-
-fn payload(generation: u64, key: ExtentKey, bytes: usize) -> Vec<u8> {
-    let tile = u64::from(key.tile.layer) << 8 | key.section as u64;
-    let seed = mix(generation ^ mix(tile ^ mix(u64::from(key.extent))));
-    let words = (0..bytes.div_ceil(8) as u64).map(|index| mix(seed ^ index).to_le_bytes());
-    words.flatten().take(bytes).collect()
-}
-
-fn metadata(generation: u64) -> Vec<u8> {
-    format!("{{\"step\":{generation}}}").into_bytes()
-}
-
-fn commit(store: &mut CheckpointStore, generation: u64) -> Result<()> {
-    let table = store.table().expect("opened with a spec").clone();
-    let mut commit = store.begin_commit(generation)?;
-    for index in 0..table.count() {
-        let key = table.key(index);
-        let bytes = payload(generation, key, table.payload_bytes(index));
-        commit.write(key, &bytes)?;
-    }
-    commit.finish(&metadata(generation))
-}
-
-/// What `verify` expects after `last` commits.
-fn kept(last: u64) -> Vec<u64> {
-    (last.saturating_sub(KEEP - 1).max(1)..=last).collect()
-}
-
-/// Reads everything of every generation.
-fn verify(store: &CheckpointStore, ring: &Ring) -> Result<()> {
-    let Some(table) = store.table() else {
-        return Ok(());
-    };
-    for generation in store.generations() {
-        assert_eq!(store.metadata(generation)?, metadata(generation));
-        let keys: Vec<ExtentKey> = (0..table.count()).map(|index| table.key(index)).collect();
-        let mut seen = 0;
-        store.read_all(generation, keys.iter().copied(), ring, |key, slab| {
-            let bytes = table.payload_bytes(table.index(key).unwrap());
-            let got = &slab.as_slice::<u8>()[..bytes];
-            assert!(got == payload(generation, key, bytes), "{generation} {key}");
-            let padding = &slab.as_slice::<u8>()[bytes..bytes.next_multiple_of(4096)];
-            assert!(
-                padding.iter().all(|byte| *byte == 0),
-                "{generation} {key}: padding"
-            );
-            seen += 1;
-            Ok(())
-        })?;
-        assert_eq!(seen, table.count());
-    }
-    Ok(())
-}
 
 fn open(disk: &SimDisk, spec: Option<&Spec>) -> Result<CheckpointStore> {
     CheckpointStore::open_disk(Box::new(disk.clone()), disk.bytes(), spec)
@@ -173,7 +96,7 @@ fn on_file(directory: &Path, engine: IoEngine, spec: &Spec) -> Option<Checkpoint
             got,
             ..
         }) => {
-            println!("SKIP {engine:?}: {got}");
+            machine::skip(&format!("{engine:?}"), &got);
             None
         }
         Err(error) => panic!("{error}"),
@@ -292,42 +215,6 @@ fn a_newer_version_is_refused_by_name_and_a_short_file_as_damage() {
 }
 
 #[test]
-fn a_full_file_system_is_refused_at_creation() {
-    let directory = tempfile::tempdir().unwrap();
-    let mount = std::process::Command::new("mount")
-        .args(["-t", "tmpfs", "-o", "size=8m", "tmpfs"])
-        .arg(directory.path())
-        .output();
-    if !mount.as_ref().is_ok_and(|output| output.status.success()) {
-        println!("SKIP: mount refused (not root?): {mount:?}");
-        return;
-    }
-    let refused = CheckpointStore::open_or_create(directory.path(), &spec()).err();
-    let left: Vec<_> = std::fs::read_dir(directory.path())
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name())
-        .collect();
-    // Lazily: the kernel lets go of a ring's file a moment after the ring is closed.
-    let umount = std::process::Command::new("umount")
-        .arg("-l")
-        .arg(directory.path())
-        .status();
-    assert!(umount.unwrap().success());
-    let Some(Error::Budget {
-        tier,
-        needed,
-        budget,
-        ..
-    }) = refused
-    else {
-        panic!("{refused:?}")
-    };
-    assert_eq!((tier, Some(needed)), ("checkpoint", spec().file_bytes()));
-    assert!(budget <= 8 << 20);
-    assert_eq!(left, ["checkpoint.lock"], "nothing half made is left");
-}
-
-#[test]
 fn an_extent_twice_or_not_at_all_is_a_programmer_error() {
     let disk = formatted(Faults::default());
     let mut store = open(&disk, Some(&spec())).unwrap();
@@ -429,67 +316,6 @@ fn a_power_cut_at_any_operation_leaves_whole_commits() {
         before > 100 && after > 20,
         "both outcomes are met: {before} {after}"
     );
-}
-
-/// The suite's own test: a disk that skips the flush of the manifests, or of the first half of the
-/// superblock copies, must be caught. The other two flushes each are covered by the next one: the
-/// extents' by the manifests', and the second half's by the next commit's extents'.
-#[test]
-fn a_skipped_flush_is_caught() {
-    let ring = ring(1 << 16);
-    let hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(|_| {}));
-    // Four reads of superblocks, then thirteen operations a commit: three extents, flush, two
-    // manifests, flush, two superblocks, flush, two superblocks, flush. In the third commit the
-    // store is full and frees a region.
-    let third = 4 + 2 * 13;
-    let caught = |(skipped, crash_at): (u64, u64)| {
-        let disk = formatted(Faults {
-            flush_skipped_at: Some(2 * 4 + skipped),
-            crash_at: Some(third + crash_at),
-            ..Faults::default()
-        });
-        let acknowledged = work(&disk, 3);
-        assert_eq!(acknowledged, 2, "the cut is in the third commit");
-        (0..8000).find(|seed| {
-            let image = disk.after_crash(mix(*seed), Faults::default());
-            let check = AssertUnwindSafe(|| assert_opens(&image, acknowledged, &ring));
-            catch_unwind(check).is_err()
-        })
-    };
-    let found = [(2, 9), (3, 13)].map(caught);
-    std::panic::set_hook(hook);
-    println!("caught at seeds {found:?}");
-    assert!(found.iter().all(Option::is_some), "{found:?}");
-}
-
-/// Each operation of three commits fails once, then each flush: the commit is refused with the
-/// facts, the store is poisoned, and on disk are the commits before it, or it too if it was over.
-#[test]
-fn any_failed_operation_leaves_whole_commits() {
-    let ring = ring(1 << 16);
-    let plain = formatted(Faults::default());
-    work(&plain, 3);
-    let operations = (1..=plain.operation_count()).map(|at| Faults {
-        io_error_at: Some(at),
-        ..Faults::default()
-    });
-    let flushes = (1..=plain.flush_count()).map(|at| Faults {
-        flush_error_at: Some(at),
-        ..Faults::default()
-    });
-    let mut refused = 0;
-    for faults in operations.chain(flushes) {
-        let disk = formatted(faults);
-        let acknowledged = work(&disk, 3);
-        refused += u64::from(acknowledged < 3);
-        for seed in 0..5 {
-            let image = disk.after_crash(seed, Faults::default());
-            assert_whole(&image, acknowledged, &ring);
-        }
-        assert_whole(&disk.after_exit(Faults::default()), acknowledged, &ring);
-    }
-    assert!(refused > 40, "{refused}");
 }
 
 fn committed(last: u64) -> SimDisk {

@@ -1,8 +1,8 @@
-//! Goal: where the machine gives less than it should, the store works by other means or says what is
-//! the matter, and what was committed stays whole.
-//! Method: one test a circumstance, each on both engines: full disks, limits of the process, filters
-//! of system calls, interrupted calls, sectors that fail, other file systems. What needs root or a
-//! program says so where it is missing.
+//! Goal: where the machine gives less than it should, the store works by other means or says what
+//! is the matter, and what was committed stays whole.
+//! Method: one test a circumstance, each on both engines: full disks, limits of the process,
+//! filters of system calls, interrupted calls, sectors that fail, other file systems. What needs
+//! root or a program says so where it is missing.
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 #[path = "support/child.rs"]

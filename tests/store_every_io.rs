@@ -183,8 +183,8 @@ fn every_request_of_both_engines_fails() {
     }
 }
 
-/// The pread pool alone: the kernel's own repetition of a ring's short transfer on such a file begins
-/// at the same place again. `store_environment` has short transfers of both engines.
+/// The pread pool alone: the kernel's own repetition of a ring's short transfer on such a file
+/// begins at the same place again. `store_environment` has short transfers of both engines.
 #[test]
 fn short_transfers_are_continued() {
     let ring = ring(1 << 20);

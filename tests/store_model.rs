@@ -1,7 +1,7 @@
 //! Goal: whatever is written, whatever fails and whenever it ends, both classes of the store give
 //! back what was written or say why not; no acknowledged commit is lost.
-//! Method: random workloads on the simulated disk, held to a model; a seed is a workload and replays
-//! identically. `TERRACE_SEEDS=100000 cargo test --test store_model` runs more of them.
+//! Method: random workloads on the simulated disk, held to a model; a seed is a workload and
+//! replays identically. `TERRACE_SEEDS=100000 cargo test --test store_model` runs more of them.
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 #[path = "support/commits.rs"]

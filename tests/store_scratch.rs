@@ -3,6 +3,9 @@
 //! descriptor of the same file; faults that no file gives on demand, on the simulated disk.
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
+#[path = "support/machine.rs"]
+mod machine;
+
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -105,7 +108,7 @@ fn opened(result: Result<Scratch>, engine: IoEngine) -> Option<Scratch> {
             Some(store)
         }
         Err(Error::Input { got, .. }) if engine == IoEngine::Uring => {
-            println!("SKIP io_uring: {got}");
+            machine::skip("io_uring", &got);
             None
         }
         Err(error) => panic!("{error}"),
@@ -437,7 +440,7 @@ fn a_budget_or_a_disk_that_is_too_small_is_refused_at_the_start() {
         .arg(directory.path())
         .output();
     if !mount.as_ref().is_ok_and(|output| output.status.success()) {
-        println!("SKIP full file system: mount refused (not root?): {mount:?}");
+        machine::skip("full file system", &format!("mount refused: {mount:?}"));
         return;
     }
     let paths = [(directory.path().to_path_buf(), 1 << 30)];

@@ -5,8 +5,8 @@
 //! - Extents are spread over the paths in proportion to their budgets.
 //! - Each write raises the extent's generation and keeps its checksum in memory; each read is
 //!   checked against it before anyone sees the bytes.
-//! - The first failure of any I/O latches the store: outstanding and later requests are refused with
-//!   its text.
+//! - The first failure of any I/O latches the store: outstanding and later requests are refused
+//!   with its text.
 //!
 //! No fsync, no resume: that is [`super::checkpoint`].
 

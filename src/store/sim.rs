@@ -53,8 +53,6 @@ pub struct Faults {
     pub flush_error: u32,
     /// Fails the flush of this number, counted from 1.
     pub flush_error_at: Option<u64>,
-    /// The flush of this number does nothing and succeeds: what a suite must notice.
-    pub flush_skipped_at: Option<u64>,
     /// Power fails at the operation (start or flush) of this number, counted from 1.
     pub crash_at: Option<u64>,
 }
@@ -427,9 +425,6 @@ impl Disk for SimDisk {
         state.events.push(Event::Flush);
         let random = state.count(u64::MAX)?;
         state.flushes += 1;
-        if state.faults.flush_skipped_at == Some(state.flushes) {
-            return Ok(());
-        }
         let unflushed = std::mem::take(&mut state.unflushed);
         if state.faults.flush_error_at == Some(state.flushes)
             || mix(random ^ 9) % 1000 < u64::from(state.faults.flush_error)

@@ -2,9 +2,9 @@
 //! engines, that fail and lose power on demand.
 //!
 //! Fault model: every request that does I/O or changes a name is counted; one, or all from one on,
-//! fail with EIO and change nothing, or a transfer moves a part. Power failing keeps, loses or tears
-//! (at 512 bytes) each write since the file's last flush, and keeps the names as they were at some
-//! instant since the directory's last flush.
+//! fail with EIO and change nothing, or a transfer moves a part. Power failing keeps, loses or
+//! tears (at 512 bytes) each write since the file's last flush, and keeps the names as they were at
+//! some instant since the directory's last flush.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::collections::BTreeMap;
@@ -463,8 +463,8 @@ fn answer(state: &mut State, opcode: u32, ino: u64, body: &Body<'_>) -> Outcome<
     }
 }
 
-/// The agreement at the mount: big writes. Not asynchronous direct I/O, in which the kernel makes an
-/// error of a short write.
+/// The agreement at the mount: big writes. Not asynchronous direct I/O, in which the kernel makes
+/// an error of a short write.
 fn init(body: &Body<'_>) -> Packed {
     const BIG_WRITES: u32 = 1 << 5;
     const MAX_PAGES: u32 = 1 << 22;
@@ -485,8 +485,8 @@ fn read(state: &mut State, ino: u64, body: &Body<'_>) -> Outcome<Packed> {
 
 fn write(state: &mut State, ino: u64, body: &Body<'_>) -> Outcome<Packed> {
     state.count()?;
-    let data = &body.0[40..40 + body.word(16) as usize];
-    let part = &data[..state.part(data.len())];
+    let bytes = &body.0[40..40 + body.word(16) as usize];
+    let part = &bytes[..state.part(bytes.len())];
     let node = state.node(ino)?;
     node.live.write(body.long(8), part);
     node.unflushed
