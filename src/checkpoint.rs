@@ -230,7 +230,8 @@ impl Checkpoints {
             return Err(no_commit(&directory));
         }
         let made = !CheckpointStore::exists(&directory);
-        let store = CheckpointStore::open_or_create(&directory, &store_spec)?;
+        let mut store = CheckpointStore::open_or_create(&directory, &store_spec)?;
+        store.set_zstd(config.checkpoint.zstd)?;
         let checkpoints = Checkpoints {
             store,
             directory,

@@ -195,6 +195,8 @@ pub struct CheckpointConfig {
     pub every: u64,
     /// Commits that are kept, at least 1.
     pub keep: u64,
+    /// Level of zstd, 1..=19; 0 is off.
+    pub zstd: u64,
 }
 
 /// `[log]`
@@ -270,6 +272,7 @@ impl Default for RunConfig {
                 dir: None,
                 every: 100,
                 keep: 2,
+                zstd: 0,
             },
             log: LogConfig {
                 dir: PathBuf::from("runs/terrace"),

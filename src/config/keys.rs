@@ -497,6 +497,16 @@ pub(super) const KEYS: &[Key] = &[
         |v| Some(v.to_string())
     ),
     key!(
+        checkpoint.zstd,
+        Free,
+        "0",
+        "",
+        "Level of zstd for later checkpoints, 1 to 19; 0 is off. It takes CPU time and shortens\n\
+         what is written; the space reserved stays the same.",
+        |g| g.integer(0, 19)?,
+        |v| Some(v.to_string())
+    ),
+    key!(
         log.dir,
         Free,
         "\"runs/terrace\"",

@@ -6,7 +6,8 @@
 //! - Any error of a write or a flush ends writing by this process; the file then holds the commits
 //!   that it held. Nothing is tried again: a second flush may report success for lost bytes.
 //! - Every extent read is checked against its manifest before anyone sees it.
-//! - Opening changes nothing on disk; superblock copies are repaired before the first write.
+//! - Opening changes nothing on disk but the count of regions, where `keep` is another one than
+//!   before; superblock copies are repaired before the first write.
 //!
 //! The order of a commit is in `commit`, the bytes in [`super::format`]. What the state means, and
 //! the metadata's JSON, is the trainer's.
@@ -16,13 +17,14 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 
+use super::codec::LEVEL_MAX;
 use super::commit;
 use super::directory;
 use super::disk::{self, Disk, Probe};
-use super::format::{self, Geometry, Region, SUPERBLOCK_COPIES, Superblock};
+use super::format::{self, Geometry, REGION_COUNT_MAX, Region, SUPERBLOCK_COPIES, Superblock};
 use super::reader::{absent, own_ring, spawn};
 use super::recover::{Found, Recovery, damaged};
-use super::{ExtentTable, Reader, StoredSection};
+use super::{ExtentTable, Reader, StoredSection, resize};
 use crate::config::IoEngine;
 use crate::error::{Error, Result};
 use crate::host::{Ring, Span};
@@ -58,6 +60,12 @@ impl Spec {
         Some(self.geometry(&ExtentTable::new(&self.sections))?.file_bytes)
     }
 
+    /// Commits to keep, if the format can.
+    fn keep_count(&self) -> Option<u32> {
+        let keep = u32::try_from(self.keep).ok()?;
+        (1..REGION_COUNT_MAX as u32).contains(&keep).then_some(keep)
+    }
+
     fn geometry(&self, table: &ExtentTable) -> Option<Geometry> {
         let regions = u32::try_from(self.keep.checked_add(1)?).ok()?;
         Geometry::new(table.count() as u64, table.bytes(), regions)
@@ -72,6 +80,10 @@ pub struct CheckpointStore {
     /// The first failure of a write or flush.
     pub(super) failure: Option<String>,
     pub(super) hook: Option<Box<dyn Fn(Phase) + Send>>,
+    /// Level of zstd for later commits; 0 is off.
+    pub(super) zstd: i32,
+    /// To shorten it; none on a disk given.
+    pub(super) file: Option<File>,
 }
 
 impl Deref for CheckpointStore {
@@ -99,7 +111,7 @@ impl CheckpointStore {
     ///
     /// # Errors
     /// [`Error::Budget`] on a full disk, [`Error::Busy`] if another process has it,
-    /// [`Error::Input`] if it is another model's or keeps fewer commits, [`Error::Unsupported`] if
+    /// [`Error::Input`] if it is another model's, [`Error::Unsupported`] if
     /// a later version made it, [`Error::Damaged`] if no commit of it can be read.
     pub fn open_or_create(directory: &Path, spec: &Spec) -> Result<CheckpointStore> {
         directory::prepare(directory)?;
@@ -107,7 +119,7 @@ impl CheckpointStore {
         let path = directory.join(FILE_NAME);
         let probe = disk::probe(directory, spec.engine)?;
         let mut store = match std::fs::symlink_metadata(&path) {
-            Ok(_) => CheckpointStore::open_file(&path, &probe, Some(spec))?,
+            Ok(_) => CheckpointStore::open_for(&path, &probe, spec)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 create_file(directory, &probe, spec)?
             }
@@ -145,6 +157,21 @@ impl CheckpointStore {
         Ok(store)
     }
 
+    /// Opens the file with room for the commits that `spec` keeps.
+    fn open_for(path: &Path, probe: &Probe, spec: &Spec) -> Result<CheckpointStore> {
+        let keep = spec.keep_count().ok_or_else(|| unfit(path, spec))?;
+        let mut store = CheckpointStore::open_file(path, probe, Some(spec))?;
+        if keep + 1 > store.superblock.geometry.region_count {
+            let superblock = store.superblock.clone();
+            // A disk has one length for life.
+            drop(store);
+            resize::lengthen(path, probe, &superblock, keep)?;
+            store = CheckpointStore::open_file(path, probe, Some(spec))?;
+        }
+        store.set_keep(keep, u64::MAX)?;
+        Ok(store)
+    }
+
     fn open_file(path: &Path, probe: &Probe, spec: Option<&Spec>) -> Result<CheckpointStore> {
         let opened = directory::open_file(path, probe.direct, false);
         let file = opened.map_err(|e| Error::io("open", path, e))?;
@@ -153,12 +180,14 @@ impl CheckpointStore {
             .map_err(|e| Error::io("look at", path, e))?
             .len();
         let whole = length / PAGE_BYTES * PAGE_BYTES;
+        let shortened = file.try_clone().map_err(|e| Error::io("open", path, e))?;
         let own = own_ring(spec.map(|spec| ExtentTable::new(&spec.sections)).as_ref())?;
         let memory = memory(&own, spec);
         let (disk, note) = disk::open(file, whole, probe, &memory)
             .map_err(|e| Error::io("start I/O on", path, e))?;
         let mut store = CheckpointStore::open_disk_at(path, disk, length, own, spec)?;
         store.sentences.extend(note);
+        store.file = Some(shortened);
         Ok(store)
     }
 
@@ -170,7 +199,12 @@ impl CheckpointStore {
     ) -> Result<CheckpointStore> {
         let table = spec.map(|spec| ExtentTable::new(&spec.sections));
         let own = own_ring(table.as_ref())?;
-        CheckpointStore::open_disk_at(Path::new("simulated"), disk, bytes, own, spec)
+        let mut store =
+            CheckpointStore::open_disk_at(Path::new("simulated"), disk, bytes, own, spec)?;
+        if let Some(keep) = spec.and_then(Spec::keep_count) {
+            store.set_keep(keep, bytes)?;
+        }
+        Ok(store)
     }
 
     fn open_disk_at(
@@ -189,10 +223,10 @@ impl CheckpointStore {
                 &format!("{bytes} bytes"),
             ));
         }
-        let engine = spawn(path, disk)?;
+        let threads = spawn(path, disk)?;
         let recovery = Recovery {
             path,
-            engine: &engine,
+            engine: &threads.1,
             ring: &own,
         };
         let found = recovery.find(bytes)?;
@@ -200,7 +234,7 @@ impl CheckpointStore {
             check_spec(path, &found.superblock, spec)?;
         }
         let found = found.readable()?;
-        let mut reader = Reader::new(path, engine, own, found);
+        let mut reader = Reader::new(path, threads, own, found);
         if let Some(spec) = spec {
             reader.table = Some(ExtentTable::new(&spec.sections));
         }
@@ -209,6 +243,8 @@ impl CheckpointStore {
             settled: false,
             failure: None,
             hook: None,
+            zstd: 0,
+            file: None,
         })
     }
 
@@ -231,6 +267,7 @@ impl CheckpointStore {
         let table = ExtentTable::new(&spec.sections);
         let geometry = spec.geometry(&table).ok_or_else(|| unfit(path, spec))?;
         let superblock = Superblock {
+            features_required: 0,
             store_uuid: uuid,
             model_hash: spec.model_hash,
             layout_hash: format::layout_hash(&table),
@@ -254,6 +291,8 @@ impl CheckpointStore {
             settled: true,
             failure: None,
             hook: None,
+            zstd: 0,
+            file: None,
         };
         store.write_superblock(&superblock, &[0, 1])?;
         store.write_superblock(&superblock, &[2, 3])?;
@@ -267,6 +306,24 @@ impl CheckpointStore {
     /// [`Error::Io`] if damaged superblock copies cannot be repaired.
     pub fn begin_commit(&mut self, generation: u64) -> Result<Commit<'_>> {
         commit::begin(self, generation)
+    }
+
+    /// Compresses the extents of later commits at `level` of zstd, 1 to 19, or, by 0, no more.
+    /// Extents that it would not shorten stay plain. Any commit can be read, whatever is set.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if no threads can be started.
+    ///
+    /// # Panics
+    /// If the level is above 19.
+    pub fn set_zstd(&mut self, level: u64) -> Result<()> {
+        assert!(level <= LEVEL_MAX, "zstd level {level}");
+        if level > 0 {
+            let started = self.workers.start();
+            started.map_err(|e| Error::io("start a thread for", &self.path, e))?;
+        }
+        self.zstd = level as i32;
+        Ok(())
     }
 
     /// Calls `hook` in each phase of every later commit, for tests that end the process there.
@@ -320,14 +377,6 @@ fn check_spec(path: &Path, superblock: &Superblock, spec: &Spec) -> Result<()> {
             "choose another checkpoint.dir, or the precision that it was made with",
         );
     }
-    let keep = u64::from(superblock.keep);
-    if spec.keep > keep {
-        return refused(
-            format!("room for checkpoint.keep = {}", spec.keep),
-            format!("a file made for {keep}"),
-            "set checkpoint.keep to that, or choose another checkpoint.dir",
-        );
-    }
     Ok(())
 }
 
@@ -372,7 +421,7 @@ fn create_unready(
         .map_err(|e| Error::io("start I/O on", unready, e))?;
     // Zeros first, through an engine of their own, so that no superblock precedes them.
     let mut disk = disk;
-    commit::fill_with_zeros(&mut *disk, &own, bytes)
+    commit::fill_with_zeros(&mut *disk, &own, 0..bytes)
         .and_then(|()| whole.sync_all())
         .map_err(|e| commit::write_error(unready, bytes, e))?;
     directory::sync(directory)?;

@@ -13,9 +13,10 @@ use std::path::Path;
 use crossbeam_channel::{Receiver, Sender};
 
 use super::checkpoint::{CheckpointStore, Outcome, Tag, stopped};
+use super::codec::Job;
 use super::disk::{Direction, Disk, Operation};
 use super::engine::Order;
-use super::format::{self, METADATA_BYTES_MAX, Manifest, Region, Superblock};
+use super::format::{self, METADATA_BYTES_MAX, Manifest, Region, Stored, Superblock};
 use super::mutant::{self, Mutant};
 use super::{ExtentKey, ExtentTable, sys};
 use crate::error::{Error, Result};
@@ -59,6 +60,8 @@ pub struct Commit<'a> {
     generation: u64,
     /// By extent; `None` until it was handed over, then 0 until it was written.
     checksums: Vec<Option<u128>>,
+    /// By extent, of those written.
+    stored: Vec<Stored>,
     handed: usize,
     settled: usize,
     reply: Sender<Outcome>,
@@ -86,14 +89,7 @@ pub(super) fn begin(store: &mut CheckpointStore, generation: u64) -> Result<Comm
         let expected = format!("a generation after {}", newest.unwrap_or(0));
         return Err(refused(store, &expected, &generation.to_string()));
     }
-    if !store.settled {
-        // What was read need not be durable: the process that wrote it may have ended before its
-        // flush. By halves: a cut must not meet all copies at once.
-        let superblock = store.superblock.clone();
-        store.write_superblock(&superblock, &[0, 1])?;
-        store.write_superblock(&superblock, &[2, 3])?;
-        store.settled = true;
-    }
+    store.settle_copies()?;
     let region = store
         .superblock
         .regions
@@ -107,6 +103,7 @@ pub(super) fn begin(store: &mut CheckpointStore, generation: u64) -> Result<Comm
         region,
         generation,
         checksums: vec![None; table.count()],
+        stored: vec![Stored::Plain; table.count()],
         table,
         handed: 0,
         settled: 0,
@@ -161,12 +158,16 @@ impl Commit<'_> {
             payload: self.table.payload_bytes(index),
             bytes,
             slab,
-            tag: Tag {
-                number: index,
-                reply: self.reply.clone(),
-            },
+            tag: Tag::new(index, self.reply.clone()),
         };
-        self.store.engine.submit(order).map_err(|_| stopped())?;
+        match self.store.zstd {
+            0 => self.store.engine.submit(order).map_err(|_| stopped())?,
+            level => self.store.workers.submit(Job::Encode {
+                order,
+                element_bytes: self.table.element_bytes(index) as usize,
+                level,
+            }),
+        }
         self.handed += 1;
         if self.handed == 1 {
             self.store.reached(Phase::Extents);
@@ -221,11 +222,15 @@ impl Commit<'_> {
             generation: self.generation,
             table: self.table.clone(),
             checksums: self.checksums.iter().flatten().copied().collect(),
+            stored: self.stored.clone(),
             metadata: metadata.to_vec(),
         };
         let region = self.write_manifest(&manifest)?;
         let readable = |region: usize| self.store.commits[region].is_some();
-        let superblock = succeed(&self.store.superblock, self.region, region, readable);
+        let mut superblock = succeed(&self.store.superblock, self.region, region, readable);
+        if manifest.is_compressed() {
+            superblock.features_required |= format::FEATURE_ZSTD;
+        }
         self.store.write_superblock(&superblock, &[0, 1])?;
         self.store.reached(Phase::SuperblockHalf);
         self.store.write_superblock(&superblock, &[2, 3])?;
@@ -237,7 +242,7 @@ impl Commit<'_> {
         }
         self.store.superblock = superblock;
         self.store.commits[self.region] = Some(manifest);
-        Ok(())
+        self.store.cut_spare_regions()
     }
 
     fn write_manifest(&mut self, manifest: &Manifest) -> Result<Region> {
@@ -276,6 +281,7 @@ impl Commit<'_> {
         match outcome.result {
             Ok(()) => {
                 self.checksums[index] = Some(outcome.checksum);
+                self.stored[index] = outcome.stored;
                 Ok(())
             }
             Err(source) => {
@@ -378,6 +384,19 @@ impl CheckpointStore {
         outcome.map_err(|error| self.poisoned(needed, error))
     }
 
+    /// Makes all superblock copies the one in force, and durable. What was read need not be: the
+    /// process that wrote it may have ended before its flush. By halves: a cut must not meet all
+    /// copies at once.
+    pub(super) fn settle_copies(&mut self) -> Result<()> {
+        if !self.settled {
+            let superblock = self.superblock.clone();
+            self.write_superblock(&superblock, &[0, 1])?;
+            self.write_superblock(&superblock, &[2, 3])?;
+            self.settled = true;
+        }
+        Ok(())
+    }
+
     /// Writes `bytes` at `offset`, padded to a page, through the store's own slabs.
     fn write_bytes(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         let (reply, outcomes) = crossbeam_channel::unbounded();
@@ -391,10 +410,7 @@ impl CheckpointStore {
                 payload: part.len(),
                 bytes: part.len().next_multiple_of(PAGE_BYTES as usize),
                 slab,
-                tag: Tag {
-                    number: index,
-                    reply: reply.clone(),
-                },
+                tag: Tag::new(index, reply.clone()),
             };
             self.engine.submit(order).map_err(|_| stopped())?;
         }
@@ -422,9 +438,13 @@ impl CheckpointStore {
     }
 }
 
-/// Writes zeros over a new file, so that later writes find their blocks written already.
-pub(super) fn fill_with_zeros(disk: &mut dyn Disk, ring: &Ring, bytes: u64) -> io::Result<()> {
-    let mut next = 0;
+/// Writes zeros over new space of a file, so that later writes find their blocks written already.
+pub(super) fn fill_with_zeros(
+    disk: &mut dyn Disk,
+    ring: &Ring,
+    space: std::ops::Range<u64>,
+) -> io::Result<()> {
+    let (mut next, bytes) = (space.start, space.end);
     let mut finished = Vec::new();
     let mut failed = None;
     while next < bytes && failed.is_none() || disk.in_flight() > 0 {

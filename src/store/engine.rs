@@ -109,11 +109,41 @@ struct Shared {
     counters: std::sync::Mutex<Counters>,
 }
 
-/// The sending side; dropping it ends the thread after its last order.
+/// The sending side.
+pub(super) struct Handle<T> {
+    calls: Sender<Call<T>>,
+    shared: Arc<Shared>,
+}
+
+impl<T> Clone for Handle<T> {
+    fn clone(&self) -> Handle<T> {
+        Handle {
+            calls: self.calls.clone(),
+            shared: self.shared.clone(),
+        }
+    }
+}
+
+impl<T> Handle<T> {
+    /// Hands an order over; waits while the channel is full.
+    pub(super) fn submit(&self, order: Order<T>) -> Result<(), Stopped> {
+        self.send(Call::Order(order))
+    }
+
+    fn send(&self, call: Call<T>) -> Result<(), Stopped> {
+        self.calls.send(call).map_err(|_| Stopped)?;
+        if self.shared.asleep.swap(false, Ordering::SeqCst) {
+            self.shared.waker.wake();
+        }
+        Ok(())
+    }
+}
+
+/// The thread and its first sender. Dropping it waits for the thread, which ends after the last
+/// order of the last sender.
 pub(super) struct Engine<T> {
     /// `None` only while dropping.
-    calls: Option<Sender<Call<T>>>,
-    shared: Arc<Shared>,
+    handle: Option<Handle<T>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -147,43 +177,39 @@ impl<T: Send + 'static> Engine<T> {
             .name("terrace-store".to_string())
             .spawn(move || thread.run())?;
         Ok(Engine {
-            calls: Some(calls),
-            shared,
+            handle: Some(Handle { calls, shared }),
             thread: Some(thread),
         })
     }
 
+    /// The sending side, for clones of it.
+    pub(super) fn handle(&self) -> &Handle<T> {
+        self.handle.as_ref().expect("only drop takes the handle")
+    }
+
     /// Hands an order over; waits while the channel is full.
     pub(super) fn submit(&self, order: Order<T>) -> Result<(), Stopped> {
-        self.send(Call::Order(order))
+        self.handle().submit(order)
     }
 
     /// Makes durable all that was ordered before, as far as it succeeded.
     pub(super) fn flush(&self) -> io::Result<()> {
         let (reply, outcome) = crossbeam_channel::bounded(1);
         let stopped = || io::Error::other("the store's thread has ended");
-        self.send(Call::Flush(reply)).map_err(|Stopped| stopped())?;
+        let sent = self.handle().send(Call::Flush(reply));
+        sent.map_err(|Stopped| stopped())?;
         outcome.recv().unwrap_or_else(|_| Err(stopped()))
     }
 
     pub(super) fn counters(&self) -> Counters {
-        let counters = self.shared.counters.lock();
+        let counters = self.handle().shared.counters.lock();
         *counters.unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    fn send(&self, call: Call<T>) -> Result<(), Stopped> {
-        let calls = self.calls.as_ref().expect("only drop takes the channel");
-        calls.send(call).map_err(|_| Stopped)?;
-        if self.shared.asleep.swap(false, Ordering::SeqCst) {
-            self.shared.waker.wake();
-        }
-        Ok(())
     }
 }
 
 impl<T> Drop for Engine<T> {
     fn drop(&mut self) {
-        self.calls = None;
+        self.handle = None;
         if let Some(thread) = self.thread.take() {
             thread.join().ok();
         }

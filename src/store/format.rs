@@ -13,7 +13,7 @@ mod listing;
 use super::{EXTENT_COUNT_MAX, ExtentKey, ExtentTable, StoredSection, checksum};
 use crate::tile::{EXTENT_BYTES_MAX, PAGE_BYTES, Section, TileId};
 
-pub use listing::{Manifest, manifest_checksum};
+pub use listing::{Manifest, Stored, manifest_checksum};
 
 /// A field's place in its structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ layout! {
     /// One extent in a manifest.
     entry {
         LAYER: 2, PART: 2, SECTION: 1, ELEMENT_BYTES: 1, CODEC: 1, RESERVED_1: 1, EXTENT: 4,
-        RESERVED_2: 4, PAYLOAD_BYTES: 8, OFFSET: 8, GENERATION: 8, RESERVED_3: 8, CHECKSUM: 16,
+        RESERVED_2: 4, PAYLOAD_BYTES: 8, OFFSET: 8, GENERATION: 8, STORED_BYTES: 8, CHECKSUM: 16,
     }
 }
 
@@ -84,6 +84,10 @@ pub const SUPERBLOCK_MAGIC: [u8; 8] = *b"TERRTILE";
 pub const MANIFEST_MAGIC: [u8; 8] = *b"TERRMANI";
 /// Version of the format that this code writes and reads.
 pub const VERSION: u32 = 1;
+/// Required feature: extents may be compressed by zstd.
+pub const FEATURE_ZSTD: u64 = 1;
+/// Required features that this code knows.
+pub const FEATURES_KNOWN: u64 = FEATURE_ZSTD;
 /// Class of a checkpoint store. 1 is kept for scratch, which has no superblock.
 pub const CLASS_CHECKPOINT: u32 = 2;
 /// Copies of the superblock.
@@ -112,6 +116,24 @@ const _: () = assert!(
 );
 const _: () = assert!(entry::BYTES == 64, "entries have no padding");
 const _: () = assert!(REGION_COUNT_MAX == 32, "keep is at most 31");
+
+/// What a whole superblock asks for that this code does not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Newer {
+    /// A later version of the format.
+    Version(u32),
+    /// Required features, as bits: those unknown.
+    Features(u64),
+}
+
+impl std::fmt::Display for Newer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Newer::Version(version) => write!(f, "version {version}"),
+            Newer::Features(bits) => write!(f, "required features {bits:#x}"),
+        }
+    }
+}
 
 /// What is wrong with bytes that were read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -224,6 +246,8 @@ pub fn superblock_offset(copy: usize) -> u64 {
 /// What the store is and which commits it holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Superblock {
+    /// Bits that a reader must know, of [`FEATURES_KNOWN`].
+    pub features_required: u64,
     /// Made at random at creation.
     pub store_uuid: u128,
     /// Names the model whose state this is.
@@ -300,6 +324,11 @@ impl Superblock {
         put(&mut page, MAGIC, &SUPERBLOCK_MAGIC);
         put(&mut page, VERSION, &super::format::VERSION.to_le_bytes());
         put(&mut page, COPY, &(copy as u32).to_le_bytes());
+        put(
+            &mut page,
+            FEATURES_REQUIRED,
+            &self.features_required.to_le_bytes(),
+        );
         put(&mut page, STORE_UUID, &self.store_uuid.to_le_bytes());
         put(&mut page, MODEL_HASH, &self.model_hash.to_le_bytes());
         put(&mut page, LAYOUT_HASH, &self.layout_hash.to_le_bytes());
@@ -343,9 +372,10 @@ impl Superblock {
         page
     }
 
-    /// The superblock in a page read as copy number `copy`. A version that is whole but newer is
-    /// `Ok(Err(version))`: magic, version and checksum stay where they are in every version.
-    pub fn decode(page: &[u8], copy: usize) -> Result<Result<Superblock, u32>, Flaw> {
+    /// The superblock in a page read as copy number `copy`. One that is whole but newer is
+    /// `Ok(Err(what))`: magic, version, required features and checksum stay where they are in every
+    /// version.
+    pub fn decode(page: &[u8], copy: usize) -> Result<Result<Superblock, Newer>, Flaw> {
         use superblock::*;
         assert_eq!(page.len(), BYTES);
         let magic: [u8; 8] = take(page, MAGIC);
@@ -364,7 +394,7 @@ impl Superblock {
         }
         let version = take_u32(page, VERSION);
         if version > super::format::VERSION {
-            return Ok(Err(version));
+            return Ok(Err(Newer::Version(version)));
         }
         let exact = [
             ("superblock version", VERSION, super::format::VERSION),
@@ -377,20 +407,23 @@ impl Superblock {
                 return flaw(what, field, expected, got);
             }
         }
-        if take_u64(page, FEATURES_REQUIRED) != 0 {
-            // A later minor change that this code must not ignore: refused as a newer version.
-            return Ok(Err(version + 1));
+        let features_required = take_u64(page, FEATURES_REQUIRED);
+        let unknown = features_required & !FEATURES_KNOWN;
+        if unknown != 0 {
+            return Ok(Err(Newer::Features(unknown)));
         }
         zeros(page, &[RESERVED_1, RESERVED_2, RESERVED_3])?;
         let geometry = Superblock::decode_geometry(page)?;
         let keep = take_u32(page, KEEP);
-        if keep.checked_add(1) != Some(geometry.region_count) {
-            return flaw("keep", KEEP, geometry.region_count - 1, keep);
+        if keep == 0 || keep >= geometry.region_count {
+            let expected = format!("1..={}", geometry.region_count - 1);
+            return flaw("keep", KEEP, expected, keep);
         }
         let regions = (0..REGION_COUNT_MAX).map(|index| decode_region(page, index, &geometry));
         let mut regions = regions.collect::<Result<Vec<Region>, Flaw>>()?;
         regions.truncate(geometry.region_count as usize);
         Ok(Ok(Superblock {
+            features_required,
             store_uuid: take_u128(page, STORE_UUID),
             model_hash: take_u128(page, MODEL_HASH),
             layout_hash: take_u128(page, LAYOUT_HASH),
@@ -518,11 +551,17 @@ mod tests {
             model_hash: 7 << 100,
             generation: 42,
             checksums: vec![1, 2 << 77, 3],
+            stored: vec![
+                Stored::Plain,
+                Stored::Zstd { bytes: 3 << 20 },
+                Stored::Plain,
+            ],
             metadata: b"{\"step\":42}".to_vec(),
             table,
         };
         let bytes = manifest.encode(&geometry);
         let superblock = Superblock {
+            features_required: FEATURE_ZSTD,
             store_uuid: manifest.store_uuid,
             model_hash: manifest.model_hash,
             layout_hash: layout_hash(&manifest.table),
@@ -632,7 +671,17 @@ mod tests {
         );
         let sum = checksum(&page[..superblock::CHECKSUM.start]);
         put(&mut page, superblock::CHECKSUM, &sum.to_le_bytes());
-        assert_eq!(Superblock::decode(&page, 0), Ok(Err(2)));
+        assert_eq!(Superblock::decode(&page, 0), Ok(Err(Newer::Version(2))));
+        let mut page = superblock.encode(0);
+        put(
+            &mut page,
+            superblock::FEATURES_REQUIRED,
+            &7u64.to_le_bytes(),
+        );
+        let sum = checksum(&page[..superblock::CHECKSUM.start]);
+        put(&mut page, superblock::CHECKSUM, &sum.to_le_bytes());
+        let newer = Superblock::decode(&page, 0).unwrap().unwrap_err();
+        assert_eq!(newer.to_string(), "required features 0x6");
     }
 
     /// The tables of FORMAT.md are the constants, row by row.

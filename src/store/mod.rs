@@ -13,6 +13,7 @@
 //! `uring`, [`sim`].
 
 pub mod checkpoint;
+pub mod codec;
 mod commit;
 mod directory;
 pub mod disk;
@@ -24,6 +25,7 @@ pub mod mutant;
 mod pool;
 mod reader;
 mod recover;
+mod resize;
 pub mod scratch;
 pub mod sim;
 #[allow(unsafe_code, reason = "fallocate, statfs and eventfd are libc calls")]

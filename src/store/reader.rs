@@ -17,10 +17,11 @@ use std::path::{Path, PathBuf};
 use crossbeam_channel::Sender;
 
 use super::checkpoint::{FILE_NAME, LOCK_NAME};
+use super::codec::{Decoding, Job, Workers};
 use super::directory::{self, Shared};
 use super::disk::{self, Direction, Disk};
 use super::engine::{Counters, Done, Engine, Order};
-use super::format::{Manifest, Region, Superblock};
+use super::format::{Manifest, Region, Stored, Superblock};
 use super::mutant::{self, Mutant};
 use super::recover::{Copy, Found, Lost, Recovery};
 use super::{ExtentKey, ExtentTable, sys};
@@ -40,6 +41,21 @@ const OPENINGS_MAX: usize = 100;
 pub(super) struct Tag {
     pub(super) number: usize,
     pub(super) reply: Sender<Outcome>,
+    /// How what is written was encoded.
+    pub(super) stored: Stored,
+    /// What is read is decoded before it is given back.
+    pub(super) decoding: Option<Decoding>,
+}
+
+impl Tag {
+    pub(super) fn new(number: usize, reply: Sender<Outcome>) -> Tag {
+        Tag {
+            number,
+            reply,
+            stored: Stored::Plain,
+            decoding: None,
+        }
+    }
 }
 
 /// An order's outcome.
@@ -47,13 +63,17 @@ pub(super) struct Outcome {
     pub(super) number: usize,
     /// Of a read; a written slab is back in its ring.
     pub(super) slab: Option<Lease>,
+    /// Of the stored bytes with their padding.
     pub(super) checksum: u128,
+    pub(super) stored: Stored,
     pub(super) result: io::Result<()>,
 }
 
 /// A checkpoint store as it was when it was opened, to read from.
 pub struct Reader {
     pub(super) path: PathBuf,
+    /// Before the engine, whose thread ends after theirs.
+    pub(super) workers: Workers,
     pub(super) engine: Engine<Tag>,
     pub(super) ring: Ring,
     pub(super) superblock: Superblock,
@@ -84,11 +104,17 @@ pub struct Recheck {
 }
 
 impl Reader {
-    pub(super) fn new(path: &Path, engine: Engine<Tag>, ring: Ring, found: Found) -> Reader {
+    pub(super) fn new(
+        path: &Path,
+        (workers, engine): (Workers, Engine<Tag>),
+        ring: Ring,
+        found: Found,
+    ) -> Reader {
         let table = found.commits.iter().flatten().next();
         let sentences = found.lost.iter().map(Lost::sentence).collect();
         Reader {
             path: path.to_path_buf(),
+            workers,
             engine,
             ring,
             superblock: found.superblock,
@@ -143,17 +169,17 @@ impl Reader {
     }
 
     fn on_disk(path: &Path, disk: Box<dyn Disk>, bytes: u64, own: Ring) -> Result<Reader> {
-        let engine = spawn(path, disk)?;
+        let threads = spawn(path, disk)?;
         let recovery = Recovery {
             path,
-            engine: &engine,
+            engine: &threads.1,
             ring: &own,
         };
         for _ in 0..OPENINGS_MAX {
             let found = recovery.find(bytes)?;
             // What was found belongs together if no commit ended meanwhile.
             if recovery.superblock(bytes)?.sequence == found.superblock.sequence {
-                return Ok(Reader::new(path, engine, own, found));
+                return Ok(Reader::new(path, threads, own, found));
             }
         }
         Err(Error::Busy {
@@ -224,12 +250,12 @@ impl Reader {
 
     /// `error`, or that the region is no longer what it was when the store was opened.
     fn told_apart(&self, region: usize, generation: u64, error: Error) -> Error {
-        if self.lock.is_some() || self.training.is_none() {
+        if self.lock.is_some() {
             return error;
         }
         let bytes = self.superblock.geometry.file_bytes;
         match self.recovery().superblock(bytes) {
-            Ok(now) if now.regions[region] != self.superblock.regions[region] => {
+            Ok(now) if now.regions.get(region) != self.superblock.regions.get(region) => {
                 Error::Overwritten {
                     path: self.path.clone(),
                     generation,
@@ -285,7 +311,7 @@ impl Reader {
         Ok(self.manifest(generation)?.metadata.clone())
     }
 
-    /// Checksum of an extent's padded bytes, as committed.
+    /// Checksum of an extent's stored bytes with their padding, as committed.
     ///
     /// # Errors
     /// [`Error::Input`] if there is no such generation or extent.
@@ -386,22 +412,27 @@ impl Reader {
         slab: Lease,
         reply: Sender<Outcome>,
     ) -> Result<()> {
-        let bytes = manifest.table.slot_bytes(index);
-        assert!(
-            slab.len() >= bytes,
-            "{:?} holds less than {bytes} bytes",
-            slab
-        );
+        let slot = manifest.table.slot_bytes(index);
+        assert!(slab.len() >= slot, "{slab:?} holds less than {slot} bytes");
+        let mut tag = Tag::new(index, reply);
+        if let Stored::Zstd { bytes } = manifest.stored[index] {
+            let started = self.workers.start();
+            started.map_err(|e| Error::io("start a thread for", &self.path, e))?;
+            tag.decoding = Some(Decoding {
+                stored: bytes as usize,
+                payload: manifest.table.payload_bytes(index),
+                element_bytes: manifest.table.element_bytes(index) as usize,
+                checksum: manifest.checksums[index],
+            });
+        }
+        let bytes = manifest.stored_bytes(index);
         let order = Order {
             direction: Direction::Read,
             offset: self.extent_offset(manifest.region as usize, &manifest.table, index),
             payload: bytes,
             bytes,
             slab,
-            tag: Tag {
-                number: index,
-                reply,
-            },
+            tag,
         };
         self.engine.submit(order).map_err(|_| stopped())
     }
@@ -411,6 +442,9 @@ impl Reader {
         let index = outcome.number;
         let region = manifest.region as usize;
         if let Err(source) = outcome.result {
+            if source.kind() == io::ErrorKind::InvalidData {
+                return Err(self.undecodable(manifest, index, &source));
+            }
             let error = self.tile_error("read", region, &manifest.table, index, source);
             return Err(self.told_apart(region, manifest.generation, error));
         }
@@ -428,6 +462,22 @@ impl Reader {
             return Err(self.told_apart(region, manifest.generation, error));
         }
         Ok(outcome.slab.expect("a read gives its slab back"))
+    }
+
+    /// Bytes that have the right checksum and are not what their manifest says.
+    fn undecodable(&self, manifest: &Manifest, index: usize, source: &io::Error) -> Error {
+        let key = manifest.table.key(index);
+        Error::Damaged {
+            path: self.path.clone(),
+            what: format!("{}, extent {}", key.place(), key.extent),
+            offset: self.extent_offset(manifest.region as usize, &manifest.table, index),
+            expected: format!(
+                "a zstd frame of {} bytes",
+                manifest.table.payload_bytes(index)
+            ),
+            got: source.to_string(),
+            remedy: "restore the file from a copy, or resume from another commit".to_string(),
+        }
     }
 
     pub(super) fn extent_offset(&self, region: usize, table: &ExtentTable, index: usize) -> u64 {
@@ -462,18 +512,42 @@ pub(super) fn stopped() -> Error {
     }
 }
 
-pub(super) fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<Engine<Tag>> {
-    let settle = |done: Done<Tag>| {
+/// The threads of a store on `disk`.
+pub(super) fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<(Workers, Engine<Tag>)> {
+    let (jobs, work) = Workers::channel();
+    let decoder = jobs.clone();
+    let settle = move |done: Done<Tag>| {
+        let Tag {
+            number,
+            reply,
+            stored,
+            decoding,
+        } = done.tag;
         let outcome = Outcome {
-            number: done.tag.number,
+            number,
             slab: (done.direction == Direction::Read).then_some(done.slab),
             checksum: done.checksum,
+            stored,
             result: done.result,
         };
-        // Whoever dropped the receiver wants no answer.
-        done.tag.reply.send(outcome).ok();
+        match decoding {
+            Some(decoding) if outcome.result.is_ok() && outcome.checksum == decoding.checksum => {
+                let job = Job::Decode {
+                    outcome,
+                    decoding,
+                    reply,
+                };
+                decoder.send(job).ok();
+            }
+            // Whoever dropped the receiver wants no answer.
+            _ => {
+                reply.send(outcome).ok();
+            }
+        }
     };
-    Engine::spawn(disk, settle).map_err(|e| Error::io("start a thread for", path, e))
+    let engine =
+        Engine::spawn(disk, settle).map_err(|e| Error::io("start a thread for", path, e))?;
+    Ok((Workers::new((jobs, work), engine.handle()), engine))
 }
 
 /// Slabs of the store's own: at most 16 MiB, beside the host tier's budget.

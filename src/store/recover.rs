@@ -101,10 +101,7 @@ impl Recovery<'_> {
                 payload: count,
                 bytes: count,
                 slab: self.ring.take(),
-                tag: Tag {
-                    number: 0,
-                    reply: reply.clone(),
-                },
+                tag: Tag::new(0, reply.clone()),
             };
             self.engine.submit(order).map_err(|_| ended())?;
             let outcome = outcomes.recv().map_err(|_| ended())?;
@@ -115,8 +112,8 @@ impl Recovery<'_> {
         Ok(read)
     }
 
-    /// All copies: the superblock, or why there is none. Refuses a newer version and a file whose
-    /// length is not the one that its superblocks name.
+    /// All copies: the superblock, or why there is none. Refuses a newer version and a file
+    /// that is shorter than its superblocks say.
     fn superblocks(&self, bytes: u64) -> Result<Vec<Copy>> {
         let mut copies = Vec::with_capacity(SUPERBLOCK_COPIES);
         for copy in 0..SUPERBLOCK_COPIES {
@@ -129,19 +126,23 @@ impl Recovery<'_> {
                 }
             };
             copies.push(match Superblock::decode(&page, copy) {
-                Ok(Ok(found)) if found.geometry.file_bytes != bytes => Err(damaged(
+                Ok(Ok(found)) if found.geometry.file_bytes > bytes => Err(damaged(
                     self.path,
                     "file length",
                     bytes,
-                    &format!("{} bytes", found.geometry.file_bytes),
+                    &format!("at least {} bytes", found.geometry.file_bytes),
                     &format!("{bytes} bytes"),
                 )),
                 Ok(Ok(found)) => Ok(found),
-                Ok(Err(version)) => {
+                Ok(Err(newer)) => {
                     return Err(Error::Unsupported {
                         what: "checkpoint format",
-                        got: format!("{}: version {version}", self.path.display()),
-                        supported: format!("version {}", format::VERSION),
+                        got: format!("{}: {newer}", self.path.display()),
+                        supported: format!(
+                            "version {}, required features {:#x}",
+                            format::VERSION,
+                            format::FEATURES_KNOWN
+                        ),
                     });
                 }
                 Err(flaw) => Err(damaged(
@@ -268,7 +269,8 @@ impl Recovery<'_> {
             && found.generation == generation
             && found.store_uuid == superblock.store_uuid
             && found.model_hash == superblock.model_hash
-            && format::layout_hash(&found.table) == superblock.layout_hash;
+            && format::layout_hash(&found.table) == superblock.layout_hash
+            && (superblock.features_required & format::FEATURE_ZSTD != 0 || !found.is_compressed());
         if !named && !mutant::is(Mutant::GenerationUnchecked) {
             return Err(damaged(
                 self.path,

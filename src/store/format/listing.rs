@@ -12,6 +12,19 @@ use super::{
 };
 use crate::tile::{EXTENT_ELEMENTS, PAGE_BYTES};
 
+/// How an extent's payload is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// As it is.
+    Plain,
+    /// Shuffled by element width, then one zstd frame of so many bytes, which takes fewer pages
+    /// than the payload.
+    Zstd {
+        /// Without padding.
+        bytes: u32,
+    },
+}
+
 /// One commit: its extents' checksums and the caller's metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
@@ -25,8 +38,10 @@ pub struct Manifest {
     pub generation: u64,
     /// All extents.
     pub table: ExtentTable,
-    /// Checksum of each extent's padded bytes, in the table's order.
+    /// Checksum of each extent's stored bytes with their padding, in the table's order.
     pub checksums: Vec<u128>,
+    /// How each extent is stored, in the table's order.
+    pub stored: Vec<Stored>,
     /// The caller's bytes.
     pub metadata: Vec<u8>,
 }
@@ -40,6 +55,19 @@ pub fn manifest_checksum(bytes: &[u8]) -> u128 {
 }
 
 impl Manifest {
+    /// Bytes of an extent on disk, whole pages: at most [`ExtentTable::slot_bytes`].
+    pub fn stored_bytes(&self, index: usize) -> usize {
+        match self.stored[index] {
+            Stored::Plain => self.table.slot_bytes(index),
+            Stored::Zstd { bytes } => (bytes as usize).next_multiple_of(super::PAGE),
+        }
+    }
+
+    /// Whether any extent is compressed.
+    pub fn is_compressed(&self) -> bool {
+        self.stored.iter().any(|stored| *stored != Stored::Plain)
+    }
+
     /// The manifest's bytes, without padding to a page.
     ///
     /// # Panics
@@ -48,6 +76,7 @@ impl Manifest {
         use manifest::*;
         assert!(self.metadata.len() <= METADATA_BYTES_MAX);
         assert_eq!(self.checksums.len(), self.table.count());
+        assert_eq!(self.stored.len(), self.table.count());
         let entries = BYTES + self.table.count() * entry::BYTES;
         let total = entries + self.metadata.len();
         let mut bytes = vec![0; entries];
@@ -89,6 +118,10 @@ impl Manifest {
             let offset = extents + self.table.offset(index);
             put(slot, entry::OFFSET, &offset.to_le_bytes());
             put(slot, entry::GENERATION, &self.generation.to_le_bytes());
+            if let Stored::Zstd { bytes } = self.stored[index] {
+                put(slot, entry::CODEC, &[1]);
+                put(slot, entry::STORED_BYTES, &u64::from(bytes).to_le_bytes());
+            }
             put(slot, entry::CHECKSUM, &sum.to_le_bytes());
         }
         bytes.extend_from_slice(&self.metadata);
@@ -149,7 +182,7 @@ impl Manifest {
         }
         let generation = take_u64(bytes, GENERATION);
         let (head, tail) = bytes.split_at(entries as usize);
-        let (table, checksums) =
+        let (table, checksums, stored) =
             decode_entries(&head[BYTES..], region as usize, generation, geometry)?;
         Ok(Manifest {
             region,
@@ -158,6 +191,7 @@ impl Manifest {
             generation,
             table,
             checksums,
+            stored,
             metadata: tail.to_vec(),
         })
     }
@@ -168,6 +202,7 @@ struct Entry {
     element_bytes: u64,
     payload: u64,
     offset: u64,
+    stored: Stored,
     checksum: u128,
 }
 
@@ -177,7 +212,7 @@ fn decode_entry(slot: &[u8], start: usize, generation: u64) -> Result<Entry, Fla
         start: start + field.start,
         ..field
     };
-    zeros(slot, &[RESERVED_1, RESERVED_2, RESERVED_3])?;
+    zeros(slot, &[RESERVED_1, RESERVED_2])?;
     let [section] = take(slot, SECTION);
     let Some(section) = Section::from_index(section) else {
         return flaw("section", at(SECTION), "0..=3", section);
@@ -186,10 +221,19 @@ fn decode_entry(slot: &[u8], start: usize, generation: u64) -> Result<Entry, Fla
     if !(1..=4).contains(&element_bytes) {
         return flaw("element bytes", at(ELEMENT_BYTES), "1..=4", element_bytes);
     }
-    let [codec] = take(slot, CODEC);
-    if codec != 0 {
-        return flaw("codec", at(CODEC), "0 (none)", codec);
-    }
+    let payload = take_u64(slot, PAYLOAD_BYTES);
+    let ([codec], stored) = (take(slot, CODEC), take_u64(slot, STORED_BYTES));
+    // A frame that saves no page is never kept, so it ends before the payload's last page begins.
+    let most = payload.saturating_sub(1) / PAGE_BYTES * PAGE_BYTES;
+    let stored = match (codec, u32::try_from(stored)) {
+        (0, Ok(0)) => Stored::Plain,
+        (1, Ok(bytes)) if bytes > 0 && stored <= most => Stored::Zstd { bytes },
+        (0 | 1, _) => {
+            let expected = format!("0 if plain, else 1..={most}");
+            return flaw("stored bytes", at(STORED_BYTES), expected, stored);
+        }
+        _ => return flaw("codec", at(CODEC), "0 (none) or 1 (zstd)", codec),
+    };
     let of = take_u64(slot, GENERATION);
     if of != generation {
         return flaw("extent generation", at(GENERATION), generation, of);
@@ -204,8 +248,9 @@ fn decode_entry(slot: &[u8], start: usize, generation: u64) -> Result<Entry, Fla
             extent: take_u32(slot, EXTENT),
         },
         element_bytes: u64::from(element_bytes),
-        payload: take_u64(slot, PAYLOAD_BYTES),
+        payload,
         offset: take_u64(slot, OFFSET),
+        stored,
         checksum: take_u128(slot, CHECKSUM),
     })
 }
@@ -216,17 +261,16 @@ fn decode_entries(
     region: usize,
     generation: u64,
     geometry: &Geometry,
-) -> Result<(ExtentTable, Vec<u128>), Flaw> {
+) -> Result<(ExtentTable, Vec<u128>, Vec<Stored>), Flaw> {
     let mut sections: Vec<StoredSection> = Vec::new();
-    let mut checksums = Vec::with_capacity(bytes.len() / entry::BYTES);
+    let count = bytes.len() / entry::BYTES;
+    let (mut checksums, mut stored) = (Vec::with_capacity(count), Vec::with_capacity(count));
     let mut end = geometry.extents_offset(region);
     for (index, slot) in bytes.chunks_exact(entry::BYTES).enumerate() {
         let start = manifest::BYTES + index * entry::BYTES;
         let found = decode_entry(slot, start, generation)?;
-        let place = Field {
-            start,
-            bytes: entry::BYTES,
-        };
+        let bytes = entry::BYTES;
+        let place = Field { start, bytes };
         if found.offset != end {
             return flaw("extent offset", place, end, found.offset);
         }
@@ -268,6 +312,7 @@ fn decode_entries(
             }
         }
         checksums.push(found.checksum);
+        stored.push(found.stored);
         end += found.payload.next_multiple_of(PAGE_BYTES);
     }
     let expected = geometry.extents_offset(region) + geometry.extents_bytes;
@@ -278,5 +323,5 @@ fn decode_entries(
         };
         return flaw("end of the extents", place, expected, end);
     }
-    Ok((ExtentTable::new(&sections), checksums))
+    Ok((ExtentTable::new(&sections), checksums, stored))
 }
