@@ -250,7 +250,7 @@ impl Reader {
 
     /// `error`, or that the region is no longer what it was when the store was opened.
     fn told_apart(&self, region: usize, generation: u64, error: Error) -> Error {
-        if self.lock.is_some() {
+        if self.training.is_none() {
             return error;
         }
         let bytes = self.superblock.geometry.file_bytes;
