@@ -59,6 +59,10 @@ pub struct Snapshot {
     pub waits: [f64; 5],
     /// Seconds of AdamW arithmetic.
     pub update_seconds: f64,
+    /// Seconds in which promotions were under way.
+    pub up_seconds: f64,
+    /// Seconds in which demotions were under way.
+    pub down_seconds: f64,
 }
 
 impl Snapshot {
@@ -72,6 +76,8 @@ impl Snapshot {
             *seconds -= before;
         }
         difference.update_seconds -= earlier.update_seconds;
+        difference.up_seconds -= earlier.up_seconds;
+        difference.down_seconds -= earlier.down_seconds;
         difference
     }
 }
@@ -95,6 +101,8 @@ pub struct Stats {
     bytes: [AtomicU64; 4],
     wait_nanoseconds: [AtomicU64; 5],
     update_nanoseconds: AtomicU64,
+    up_nanoseconds: AtomicU64,
+    down_nanoseconds: AtomicU64,
     trace: Option<Mutex<Vec<TraceEvent>>>,
 }
 
@@ -109,6 +117,8 @@ impl Stats {
             bytes: Default::default(),
             wait_nanoseconds: Default::default(),
             update_nanoseconds: AtomicU64::new(0),
+            up_nanoseconds: AtomicU64::new(0),
+            down_nanoseconds: AtomicU64::new(0),
             trace: trace.then(|| Mutex::new(Vec::new())),
         }
     }
@@ -122,6 +132,16 @@ impl Stats {
     pub fn waited(&self, wait: Wait, time: Duration) {
         let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.wait_nanoseconds[wait as usize].fetch_add(nanoseconds, Ordering::Relaxed);
+    }
+
+    /// Adds time of a lane of promotions, or of demotions.
+    pub fn moved(&self, up: bool, time: Duration) {
+        let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let counter = match up {
+            true => &self.up_nanoseconds,
+            false => &self.down_nanoseconds,
+        };
+        counter.fetch_add(nanoseconds, Ordering::Relaxed);
     }
 
     /// Adds time of AdamW's arithmetic.
@@ -188,6 +208,8 @@ impl Stats {
             bytes: std::array::from_fn(|i| read(&self.bytes[i])),
             waits: std::array::from_fn(|i| seconds(&self.wait_nanoseconds[i])),
             update_seconds: seconds(&self.update_nanoseconds),
+            up_seconds: seconds(&self.up_nanoseconds),
+            down_seconds: seconds(&self.down_nanoseconds),
         }
     }
 

@@ -13,10 +13,12 @@
 //! What is printed and written beside the checkpoint is `report`'s and the tools'.
 
 mod commit;
+mod compare;
 mod report;
 mod setup;
 
 pub use commit::CommitReport;
+pub use compare::Comparison;
 pub use report::{DriveBytes, Metrics, StepReport};
 pub use setup::{Budget, build_engine, choose_device, resolve_budgets};
 

@@ -56,7 +56,7 @@ fn kill(directory: &Path, engine: IoEngine, random: u64, before: u64, ring: &Rin
     let (mut running, heard) = start(child::command(directory, Some(engine), 0));
     let mut told = Told::default();
     // As often as not in the middle of commits; otherwise anywhere, creation too.
-    if random % 2 == 0 {
+    if random.is_multiple_of(2) {
         while told.committed.is_none() && told.error.is_none() {
             told.hear(&heard.recv_timeout(Duration::from_secs(30)).unwrap());
         }

@@ -63,9 +63,9 @@ impl Page {
             escaped(&self.subtitle)
         );
         for panel in &self.panels {
-            write!(
+            writeln!(
                 html,
-                "<section><h2>{}</h2><p class=\"sub\">{}</p>\n",
+                "<section><h2>{}</h2><p class=\"sub\">{}</p>",
                 escaped(&panel.title),
                 escaped(&panel.subtitle)
             )

@@ -88,10 +88,11 @@ pub(super) fn walk(
                 first: "this lane failed".to_string(),
             });
         }
-        shared
-            .tiers
-            .stats
-            .trace(lane_name(lane), || format!("{action:?}"), started);
+        let stats = &shared.tiers.stats;
+        if matches!(lane, Lane::Up | Lane::Down) {
+            stats.moved(lane == Lane::Up, started.elapsed());
+        }
+        stats.trace(lane_name(lane), || format!("{action:?}"), started);
     }
     Ok(())
 }

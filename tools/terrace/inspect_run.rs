@@ -13,10 +13,11 @@ use terrace::hf;
 use terrace::machine::{self, HostMemory};
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
+use terrace::model::ModelSpec;
 use terrace::optimizer::Isa;
-use terrace::plan::{DeviceProfile, bytes_text, count_text};
+use terrace::plan::{Budgets, DeviceProfile, bytes_text, count_text};
 use terrace::schedule::Schedule;
-use terrace::schedule::simulate::{Rates, fastest};
+use terrace::schedule::simulate::{Prediction, Rates, fastest};
 use terrace::tile::Precision;
 use terrace::train::{choose_device, model_dir, resolve_budgets};
 
@@ -136,10 +137,70 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
         ))?;
     }
     say(&plan.table(&prediction, &rates))?;
+    what_if(
+        &spec,
+        &config,
+        &profile,
+        budget.budgets,
+        &rates,
+        &prediction,
+    )?;
     match arguments.schedule {
         true => list(&schedule),
         false => Ok(()),
     }
+}
+
+/// What other settings would change, as the same simulation predicts.
+fn what_if(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    profile: &DeviceProfile,
+    budgets: Budgets,
+    rates: &Rates,
+    now: &Prediction,
+) -> Result<()> {
+    let other = |what: &str, config: &RunConfig, budgets: Budgets| -> Result<()> {
+        let Ok((plan, prediction)) = fastest(spec, config, profile, budgets, rates) else {
+            return Ok(());
+        };
+        let rate = |p: &Prediction| p.tokens as f64 / p.step_seconds;
+        let gain = 100.0 * (rate(&prediction) / rate(now) - 1.0);
+        if gain.abs() < 1.0 {
+            return Ok(());
+        }
+        say(&format!(
+            "  {what}: {:.3} s a step, {:.0} tokens/s ({gain:+.0} %), {} spilled",
+            prediction.step_seconds,
+            rate(&prediction),
+            bytes_text(plan.spilled_bytes),
+        ))
+    };
+    let mut changed = config.clone();
+    if config.train.max_grad_norm > 0.0 {
+        changed.train.max_grad_norm = 0.0;
+        other(
+            "without clipping (train.max_grad_norm = 0)",
+            &changed,
+            budgets,
+        )?;
+        changed = config.clone();
+    }
+    changed.train.micro_batches *= 2;
+    other("with train.micro_batches doubled", &changed, budgets)?;
+    for (what, more) in [
+        ("with a quarter more memory.host", [0, 1]),
+        ("with a quarter more memory.device", [1, 0]),
+    ] {
+        let [device, host] = more;
+        let more = Budgets {
+            device: budgets.device + budgets.device / 4 * device,
+            host: budgets.host + budgets.host / 4 * host,
+            ..budgets
+        };
+        other(what, config, more)?;
+    }
+    Ok(())
 }
 
 /// Prints every action with its lane and what it waits for.

@@ -19,7 +19,8 @@ use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
 use terrace::plan::{bytes_text, count_text};
 use terrace::schedule::simulate::{Prediction, fastest};
-use terrace::train::{Run, Start, StepReport, Trainer, choose_device, resolve_budgets};
+use terrace::store::Scratch;
+use terrace::train::{Comparison, Run, Start, StepReport, Trainer, choose_device, resolve_budgets};
 use terrace::{machine, quickstart};
 
 use crate::kill_at;
@@ -290,9 +291,12 @@ fn steps(
     if trainer.run().config.checkpoint.every == 0 {
         console.line("warning: checkpoint.every = 0: nothing of this run survives a crash")?;
     }
+    let mut comparison = Comparison::default();
     while trainer.steps_done() < total && signal.load(Ordering::Relaxed) == 0 {
         let report = trainer.step()?;
         console.step(&report)?;
+        let store = &trainer.engine().tiers().store;
+        comparison.add(&report, store.as_ref().map(Scratch::counters));
         console.news(trainer)?;
         // First, so that its line is there whenever the commit is.
         if trainer.evaluation_is_due() || report.step == total {
@@ -308,6 +312,9 @@ fn steps(
     trainer.commit()?;
     trainer.finish_commit()?;
     console.news(trainer)?;
+    if let Some(table) = comparison.table(prediction) {
+        console.line(&table)?;
+    }
     console.bar.finish_and_clear();
     Ok(())
 }
