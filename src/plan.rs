@@ -189,12 +189,35 @@ pub struct Plan {
     pub spilled_bytes: u64,
     /// (keep + 1) × state bytes; 0 where checkpoints are off.
     pub checkpoint_bytes: u64,
+    /// What drives are made to take.
+    pub wear: Wear,
     /// Parameters.
     pub parameters: u64,
     /// Blocks.
     pub blocks: u16,
     /// FLOPs of one token's forward.
     pub flops: Flops,
+}
+
+/// What a run writes to drives beside spilled extents, and what they are rated for.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Wear {
+    /// Bytes of a commit; 0 where checkpoints are off.
+    pub commit_bytes: u64,
+    /// Steps from a commit to the next.
+    pub commit_every: u64,
+    /// Steps of the run, where they are given.
+    pub steps: Option<u64>,
+    /// Terabytes (10^12 bytes) that the drive may take, where they are given.
+    pub drive_tbw: Option<f64>,
+}
+
+impl Wear {
+    /// Bytes a step, of which `spilled` go to the scratch store, with commits spread over the steps
+    /// between them.
+    pub fn step_bytes(&self, spilled: u64) -> f64 {
+        spilled as f64 + self.commit_bytes as f64 / self.commit_every.max(1) as f64
+    }
 }
 
 /// FLOPs of one token's forward: two a multiply-add, causal attention counted at half its square.
@@ -270,8 +293,8 @@ impl Plan {
             })
             .sum();
         let every = config.checkpoint.every;
-        let checkpoint_bytes = match purpose {
-            Purpose::Train if every > 0 => state_bytes * (config.checkpoint.keep + 1),
+        let commit_bytes = match purpose {
+            Purpose::Train if every > 0 => state_bytes,
             _ => 0,
         };
         Ok(Plan {
@@ -288,7 +311,13 @@ impl Plan {
             gradient_bytes: homes::gradient_bytes(config),
             tied: spec.tied,
             spilled_bytes,
-            checkpoint_bytes,
+            checkpoint_bytes: commit_bytes * (config.checkpoint.keep + 1),
+            wear: Wear {
+                commit_bytes,
+                commit_every: every,
+                steps: config.train.steps,
+                drive_tbw: config.memory.drive_tbw,
+            },
             parameters: spec.parameters(),
             blocks: spec.blocks,
             flops: Flops::new(spec, config.data.seq_len),

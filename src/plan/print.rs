@@ -159,6 +159,7 @@ impl Plan {
             bytes_text(prediction.read_bytes),
             bytes_text(prediction.write_bytes),
         );
+        let wear = self.wear_sentence(prediction);
         let shared = if rates.shared_cores {
             "; compute and AdamW share the cores"
         } else {
@@ -176,7 +177,61 @@ impl Plan {
             prediction.store_seconds,
             prediction.update_seconds,
         );
-        format!("{kept}\n{checkpoints}\n{moved}\n{predicted}\n")
+        format!("{kept}\n{checkpoints}\n{moved}\n{wear}{predicted}\n")
+    }
+
+    /// Bytes written to drives over the whole run: the checkpoints' file when it is made, then
+    /// every step's; `None` where nobody says how many steps.
+    fn run_bytes(&self, prediction: &Prediction) -> Option<f64> {
+        let step = self.wear.step_bytes(prediction.write_bytes);
+        Some(self.checkpoint_bytes as f64 + self.wear.steps? as f64 * step)
+    }
+
+    /// Shares of a drive's rated life and the days that it lasts, where its rating is given.
+    fn wear_sentence(&self, prediction: &Prediction) -> String {
+        let step = self.wear.step_bytes(prediction.write_bytes);
+        if step == 0.0 {
+            return String::new();
+        }
+        let commits = self.wear.commit_bytes as f64 / self.wear.commit_every.max(1) as f64;
+        let mut text = format!(
+            "  a step writes to drives: {} ({} spilled, {} of commits)",
+            bytes_text(step as u64),
+            bytes_text(prediction.write_bytes),
+            bytes_text(commits as u64)
+        );
+        if let Some(bytes) = self.run_bytes(prediction) {
+            write!(text, "; the run {}", bytes_text(bytes as u64)).ok();
+        }
+        if let Some(rated) = self.wear.drive_tbw.map(|terabytes| terabytes * 1e12) {
+            let days = rated / step * prediction.step_seconds / 86_400.0;
+            let share = self.run_bytes(prediction);
+            let share =
+                share.map(|bytes| format!("{:.2} % of it by this run, ", bytes / rated * 1e2));
+            write!(
+                text,
+                "; rated for {:.4} TB: {}{days:.1} days of training",
+                rated / 1e12,
+                share.unwrap_or_default()
+            )
+            .ok();
+        }
+        text + "\n"
+    }
+
+    fn wear_json(&self, prediction: &Prediction) -> serde_json::Value {
+        let step = self.wear.step_bytes(prediction.write_bytes);
+        let run = self.run_bytes(prediction);
+        let rated = self.wear.drive_tbw.map(|terabytes| terabytes * 1e12);
+        let share = rated.and_then(|rated| Some(run? / rated));
+        let days = rated.map(|rated| rated / step * prediction.step_seconds / 86_400.0);
+        serde_json::json!({
+            "step_bytes": step,
+            "run_bytes": run,
+            "rated_bytes": rated,
+            "run_share": share,
+            "days_of_life": days.filter(|days| days.is_finite()),
+        })
     }
 
     /// The plan as JSON: sizes in bytes, times in seconds.
@@ -220,6 +275,7 @@ impl Plan {
             "device_arena": { "total": self.map.bytes, "parts": parts },
             "device_fixed": self.device.fixed_bytes,
             "checkpoint": { "total": self.checkpoint_bytes },
+            "wear": self.wear_json(prediction),
             "sections": sections,
             "kept": self.kept.len(),
             "block_micro_pairs": u64::from(self.blocks) * self.map.shape.micros,
