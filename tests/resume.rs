@@ -1,9 +1,10 @@
 //! Goal: resume is invisible (invariant 2). A run that is killed anywhere and resumed ends with the
 //! same losses and the same bytes of every section as the run that was never stopped.
 //! Method: the real binary trains a tiny model with its states spilled, and sends itself SIGKILL at
-//! chosen instants: in forward, backward, update and transfers, and at each phase of a commit. The
-//! instants that were reached are counted. Then what else a resume promises: signals, other
-//! settings, older commits.
+//! chosen instants: in forward, backward, update and transfers, at each phase of a commit, and at
+//! an action of the next step while a commit is in a phase. The instants that were reached are
+//! counted. Then what else a resume promises: signals, other settings, older commits, moved files,
+//! disks that are full or fail.
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -89,6 +90,27 @@ impl Place {
         output.unwrap()
     }
 
+    /// Trains until the commit of step 3 is there, and a line of a later step.
+    fn kill_after_step_3_is_committed(&self) {
+        let output = self.train(&["--kill-at", "compute:forward:5@superblock:1"]);
+        assert_eq!(output.status.signal(), Some(SIGKILL), "{}", words(&output));
+        assert_eq!(self.newest_commit(), Some(3));
+    }
+
+    /// Trains with files of at most `blocks` of 512 bytes.
+    fn train_limited(&self, blocks: u64, arguments: &[&str]) -> Output {
+        let output = Command::new("sh")
+            .args(["-c", &format!("ulimit -f {blocks}; exec \"$0\" \"$@\"")])
+            .arg(env!("CARGO_BIN_EXE_terrace"))
+            .arg("train")
+            .arg(self.path("run.toml"))
+            .args(["--device", "cpu"])
+            .args(arguments)
+            .env("RAYON_NUM_THREADS", "1")
+            .output();
+        output.unwrap()
+    }
+
     /// Trains to the end, or panics with what the run said.
     fn train_to_end(&self, arguments: &[&str]) -> String {
         let output = self.train(arguments);
@@ -110,6 +132,18 @@ impl Place {
             assert_eq!(steps.insert(step, kept), None, "step {step} has one line");
         }
         steps
+    }
+
+    /// Step of the newest commit.
+    fn newest_commit(&self) -> Option<u64> {
+        let directory = self.path("log/checkpoint");
+        if !CheckpointStore::exists(&directory) {
+            return None;
+        }
+        let store = CheckpointStore::open_existing(&directory).unwrap();
+        let metadata = store.metadata(store.latest()?).unwrap();
+        let metadata: serde_json::Value = serde_json::from_slice(&metadata).unwrap();
+        metadata["step"].as_u64()
     }
 
     fn outcome(&self) -> Outcome {
@@ -150,8 +184,11 @@ impl Place {
     }
 }
 
-/// Bytes for weights, gradients and some residuals; the other residuals and all moments spill.
-const HOST_BYTES: u64 = 270_000;
+/// Bytes of the ring that commits are written through.
+const COMMIT_RING_BYTES: u64 = 8 * 32_768;
+/// Bytes for that, weights, gradients and some residuals; the other residuals and all moments
+/// spill.
+const HOST_BYTES: u64 = COMMIT_RING_BYTES + 270_000;
 
 /// The run that was never stopped.
 static UNDISTURBED: LazyLock<Outcome> = LazyLock::new(|| {
@@ -168,26 +205,33 @@ fn words(output: &Output) -> String {
     text(&output.stdout) + &text(&output.stderr)
 }
 
-/// An instant to be killed at, and the step of the newest commit that is left, if there is one.
+/// An instant to be killed at, and the steps of which one is the newest commit that is left; 0 is
+/// none.
 #[derive(Clone, Debug)]
-struct Kill(String, Option<u64>);
+struct Kill(String, Vec<u64>);
 
 fn kill(instant: &str) -> Kill {
-    let parts: Vec<&str> = instant.split(':').collect();
+    let (at, beside) = instant.split_once('@').unwrap_or((instant, ""));
+    let parts: Vec<&str> = match beside {
+        "" => at.split(':').collect(),
+        phase => ["commit"].into_iter().chain(phase.split(':')).collect(),
+    };
     let number: u64 = parts[2].parse().unwrap();
     let left = if parts[0] == "commit" {
         // The number counts the commits of a process that began at step 0.
         let holds = matches!(parts[1], "superblockhalf" | "superblock");
-        EVERY * if holds { number } else { number - 1 }
+        vec![EVERY * if holds { number } else { number - 1 }]
     } else {
-        (number - 1) / EVERY * EVERY
+        // The last one that was due may still be under way.
+        let due = (number - 1) / EVERY * EVERY;
+        vec![due, due.saturating_sub(EVERY)]
     };
-    Kill(instant.to_string(), (left > 0).then_some(left))
+    Kill(instant.to_string(), left)
 }
 
 /// Each run's kills, one after another; a second one hits the run that was resumed.
 fn stories() -> Vec<Vec<Kill>> {
-    let stories: [&[&str]; 26] = [
+    let stories: [&[&str]; 34] = [
         &["compute:forward:2"],
         &["compute:forward:7:3", "compute:forward:9:2"],
         &["compute:forward:14:6"],
@@ -214,6 +258,14 @@ fn stories() -> Vec<Vec<Kill>> {
         &["commit:superblockhalf:1"],
         &["commit:superblockhalf:3", "compute:embedbackward:11"],
         &["commit:superblock:5", "down:demote:18:5"],
+        &["compute:forward:4@extents:1", "compute:loss:2"],
+        &["compute:forward:7:3@extents:2"],
+        &["compute:backward:10:2@extents:3", "up:promote:8"],
+        &["up:promote:13:2@extentsflushed:4"],
+        &["update:update:7:4@extentsflushed:2"],
+        &["down:demote:4:3@manifest:1"],
+        &["update:update:10@manifestflushed:3"],
+        &["compute:clip:16@superblockhalf:5"],
     ];
     let story = |instants: &&[&str]| instants.iter().map(|instant| kill(instant)).collect();
     stories.iter().map(story).collect()
@@ -222,7 +274,7 @@ fn stories() -> Vec<Vec<Kill>> {
 /// Room for gradients and slabs alone, and none to spare on the device: weights spill too.
 const NO_HOMES: [&str; 6] = [
     "--set",
-    "memory.host=203KB",
+    "memory.host=465144B",
     "--set",
     "memory.buffers=1",
     "--set",
@@ -235,7 +287,7 @@ fn play(story: &[Kill]) -> Vec<String> {
     let place = Place::new();
     let mut reached = Vec::new();
     let mut left = None;
-    for (index, Kill(instant, commit)) in story.iter().enumerate() {
+    for (index, Kill(instant, allowed)) in story.iter().enumerate() {
         let mut arguments = vec!["--kill-at", instant];
         if (index + story.len()).is_multiple_of(2) {
             arguments.extend(NO_HOMES);
@@ -248,9 +300,14 @@ fn play(story: &[Kill]) -> Vec<String> {
             "{instant}: {}",
             words(&output)
         );
-        let name: Vec<&str> = instant.split(':').take(2).collect();
+        let (at, beside) = instant.split_once('@').unwrap_or((instant, ""));
+        let name: Vec<&str> = at.split(':').take(2).collect();
         reached.push(name.join(":"));
-        left = *commit;
+        if let Some((phase, _)) = beside.split_once(':') {
+            reached.push(format!("beside {phase}"));
+        }
+        left = place.newest_commit();
+        assert!(allowed.contains(&left.unwrap_or(0)), "{instant}: {left:?}");
     }
     if left.is_none() && story[0].0.starts_with("commit") {
         let refused = place.train(&["--resume"]);
@@ -303,6 +360,7 @@ fn killed_anywhere_a_run_goes_on_bitwise() {
         .to_vec();
     let phases = Phase::ALL.iter();
     wanted.extend(phases.map(|phase| format!("commit:{phase:?}").to_lowercase()));
+    wanted.extend(["beside extents", "beside manifest", "beside superblockhalf"].map(String::from));
     for instant in wanted {
         assert!(reached.contains(&instant), "{instant} was never hit");
     }
@@ -408,7 +466,7 @@ fn an_older_commit_is_gone_on_from() {
 #[test]
 fn another_plan_goes_on_from_the_same_bytes() {
     let place = Place::new();
-    let output = place.train(&["--kill-at", "compute:forward:8"]);
+    let output = place.train(&["--kill-at", "compute:forward:8@superblock:2"]);
     assert_eq!(output.status.signal(), Some(SIGKILL));
     let roomy = ["--set", "memory.host=64MiB", "--set", "memory.buffers=1"];
     let more = [
@@ -423,4 +481,147 @@ fn another_plan_goes_on_from_the_same_bytes() {
     place.train_to_end(&["--resume"]);
     place.assert_undisturbed("all in host in between");
     assert!(Path::new(&place.path("store")).exists());
+}
+
+#[test]
+fn a_signal_while_a_commit_is_under_way_ends_the_run_after_both() {
+    let place = Place::new();
+    let signal = SIGTERM.to_string();
+    let instant = "compute:backward:7:2@extents:2";
+    let output = place.train(&["--kill-at", instant, "--kill-signal", &signal]);
+    assert_eq!(output.status.code(), Some(143), "{}", words(&output));
+    let said = words(&output);
+    assert!(said.contains("step 6: committed"), "{said}");
+    assert!(said.contains("commit of step 7"), "{said}");
+    assert_eq!(place.newest_commit(), Some(7));
+    place.train_to_end(&["--resume"]);
+    place.assert_undisturbed(instant);
+}
+
+#[test]
+fn a_commit_that_cannot_be_written_ends_the_run_and_the_one_before_is_named() {
+    let place = Place::new();
+    place.kill_after_step_3_is_committed();
+    // A file may be 4 MiB long: room for the superblocks, and none for what comes after them.
+    let output = place.train_limited(8192, &["--resume"]);
+    let said = words(&output);
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    for part in [
+        "write of tile",
+        "File too large",
+        "needed",
+        "free",
+        "the last commit is step 3",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    // The commit of step 6 failed; that of step 9 would have waited for it.
+    let done = *place.steps().keys().last().unwrap();
+    assert!((6..=9).contains(&done), "{done}");
+    assert_eq!(place.newest_commit(), Some(3));
+    place.train_to_end(&["--resume"]);
+    place.assert_undisturbed("a commit that failed");
+}
+
+#[test]
+fn a_metrics_file_that_cannot_be_written_costs_its_lines_and_nothing_else() {
+    let place = Place::new();
+    let roomy = ["--set", "memory.host=64MiB", "--set", "checkpoint.every=0"];
+    // 4 KiB: some lines.
+    let output = place.train_limited(8, &roomy);
+    let said = words(&output);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert_eq!(said.matches("its lines are lost").count(), 1, "{said}");
+    assert!(said.contains(&format!("step {STEPS}/{STEPS}: ")), "{said}");
+    let steps = place.steps();
+    assert!(
+        (1..STEPS).contains(&(steps.len() as u64)),
+        "{}",
+        steps.len()
+    );
+    for (step, line) in steps {
+        assert_eq!(line, UNDISTURBED.steps[&step]);
+    }
+}
+
+#[test]
+fn a_step_that_is_not_finite_ends_the_run_after_the_commit_beside_it() {
+    let place = Place::new();
+    let sets = ["train.learning_rate=1e30", "checkpoint.every=1"];
+    let output = place.train(&["--set", sets[0], "--set", sets[1]]);
+    let said = words(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("terrace: step 2: "), "{said}");
+    assert!(said.contains("the last commit is step 1 in "), "{said}");
+    assert_eq!(place.newest_commit(), Some(1));
+}
+
+#[test]
+fn a_run_that_was_moved_goes_on_and_one_whose_contents_changed_does_not() {
+    let place = Place::new();
+    place.kill_after_step_3_is_committed();
+    std::fs::rename(place.path("model"), place.path("elsewhere")).unwrap();
+    std::fs::rename(place.path("rows.jsonl"), place.path("lines.jsonl")).unwrap();
+    let run = std::fs::read_to_string(place.path("run.toml")).unwrap();
+    let run = run.replace("/model\"", "/elsewhere\"");
+    std::fs::write(
+        place.path("run.toml"),
+        run.replace("/rows.jsonl", "/lines.jsonl"),
+    )
+    .unwrap();
+    let config = place.path("elsewhere/config.json");
+    let changed = MODEL.replace("10000.0", "20000.0");
+    assert_ne!(changed, MODEL);
+    std::fs::write(&config, changed).unwrap();
+    let said = refused(&place, &["--resume"]);
+    assert!(said.contains("model.path"), "{said}");
+    std::fs::write(&config, MODEL).unwrap();
+    let said = place.train_to_end(&["--resume"]);
+    assert!(said.contains("resumed with model.path = "), "{said}");
+    assert!(said.contains("resumed with data.train = "), "{said}");
+    place.assert_undisturbed("moved");
+    // In its place, too.
+    std::fs::write(&config, MODEL.replace("10000.0", "20000.0")).unwrap();
+    let said = refused(&place, &["--resume"]);
+    assert!(said.contains("config.json"), "{said}");
+}
+
+#[test]
+fn a_disk_that_is_full_does_not_keep_a_run_from_going_on() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("log")).unwrap();
+    let mount = Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=12m", "tmpfs"])
+        .arg(place.path("log"))
+        .output();
+    if !mount.as_ref().is_ok_and(|output| output.status.success()) {
+        println!("SKIP full file system: mount refused (not root?): {mount:?}");
+        return;
+    }
+    let roomy = ["--set", "memory.host=64MiB"];
+    place.kill_after_step_3_is_committed();
+    // Everything that is left, to the last page.
+    let filler = std::fs::File::create(place.path("log/filler")).unwrap();
+    let page = [1; 4096];
+    while std::io::Write::write_all(&mut &filler, &page).is_ok() {}
+    // From before lines that are there: they must go without a second copy of the others.
+    let output = place.train(&[&roomy[..], &["--resume"]].concat());
+    let said = words(&output);
+    drop(filler);
+    std::fs::remove_file(place.path("log/filler")).unwrap();
+    let (steps, newest) = (place.steps(), place.newest_commit());
+    let state = (output.status.success() && newest.is_some()).then(|| place.outcome().state);
+    // Lazily: the kernel lets go of a ring's file a moment after the ring is closed.
+    let umount = Command::new("umount")
+        .arg("-l")
+        .arg(place.path("log"))
+        .status();
+    assert!(umount.unwrap().success());
+    assert!(output.status.success(), "{said}");
+    assert_eq!(newest, Some(STEPS));
+    assert!(state.unwrap() == UNDISTURBED.state, "{said}");
+    assert!(steps.len() >= 3, "{}", steps.len());
+    for (step, line) in steps {
+        assert_eq!(line, UNDISTURBED.steps[&step]);
+    }
 }
