@@ -2,8 +2,8 @@
 //!
 //! - One process a directory, by the kernel's lock on an open file: it ends with its holder,
 //!   however that ends. The process id within is information only.
-//! - Directories are made 0700, files 0600; links are not followed; one that everybody may write
-//!   is refused.
+//! - Directories are made 0700, files 0600; links are not followed; a directory that group or
+//!   others may write, or that is another user's, is refused, but for a sticky one.
 //! - Space is reserved when a file is made, and a full disk refused there.
 
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
@@ -23,23 +23,34 @@ pub(super) fn prepare(directory: &Path) -> Result<()> {
         .map_err(|e| unwritable("create", directory, e))?;
     let found =
         std::fs::symlink_metadata(directory).map_err(|e| Error::io("look at", directory, e))?;
-    let refused = |expected: &str, got: &str| {
+    let refused = |expected: &str, got: &str, remedy: &str| {
+        let place = directory.display().to_string();
         Err(Error::input(
             "store directory",
-            directory.display().to_string(),
+            place,
             expected,
             got,
-            "name another directory",
+            remedy,
         ))
     };
     if found.file_type().is_symlink() {
-        return refused("a directory", "a symbolic link");
+        return refused("a directory", "a symbolic link", "name what it points to");
     }
-    let mode = found.permissions().mode();
-    if mode & 0o002 != 0 && mode & 0o1000 == 0 {
+    let mode = found.permissions().mode() & 0o7777;
+    if mode & 0o022 != 0 && mode & 0o1000 == 0 {
         return refused(
             "one that only its owner writes",
-            "one that everybody may write",
+            &format!("one that its group or everybody may write (mode {mode:o})"),
+            "take that right away (chmod go-w), or name another directory",
+        );
+    }
+    // A superuser may use anyone's, as in a container with a mounted directory.
+    let user = sys::user();
+    if user != 0 && found.uid() != user && mode & 0o1000 == 0 {
+        return refused(
+            "one's own",
+            &format!("one of user {}", found.uid()),
+            "name another directory",
         );
     }
     Ok(())

@@ -23,6 +23,12 @@ pub(super) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     }
 }
 
+/// The user whose rights this process has.
+pub(super) fn user() -> u32 {
+    // SAFETY: no memory is passed, and the call cannot fail.
+    unsafe { libc::geteuid() }
+}
+
 /// What the file system of a path says of itself.
 pub(super) struct FileSystem {
     /// Its name, or its magic number in hexadecimal.
