@@ -93,8 +93,8 @@ fn arguments() -> Arguments {
     run.memory.store = store
         .into_iter()
         .map(|path| StorePath {
-            path,
             size: store_size,
+            ..StorePath::new(path)
         })
         .collect();
     given

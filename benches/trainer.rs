@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use terrace::config::{RunConfig, Size, StorePath};
+use terrace::config::{RunConfig, StorePath};
 use terrace::data::{IGNORE, Micro};
 use terrace::error::{Error, Result};
 use terrace::hf::{self, WeightSource};
@@ -149,10 +149,7 @@ fn run_part(arguments: &Arguments, part: &str) -> Result<Value> {
     config.data.seq_len = arguments.seq_len;
     config.memory.slabs = 24;
     let store = arguments.dir.join("store");
-    config.memory.store = vec![StorePath {
-        path: store.clone(),
-        size: Size::Auto,
-    }];
+    config.memory.store = vec![StorePath::new(store.clone())];
     let mut budget = Budget {
         budgets: terrace::plan::Budgets {
             device: 8 << 30,

@@ -232,6 +232,10 @@ impl Checkpoints {
         let made = !CheckpointStore::exists(&directory);
         let mut store = CheckpointStore::open_or_create(&directory, &store_spec)?;
         store.set_zstd(config.checkpoint.zstd)?;
+        store.set_io_timeout(
+            std::time::Duration::from_secs(config.memory.io_timeout),
+            None,
+        );
         let checkpoints = Checkpoints {
             store,
             directory,

@@ -140,6 +140,29 @@ pub struct StorePath {
     pub path: PathBuf,
     /// Most bytes to use there.
     pub size: Size,
+    /// Bytes a second that can be read there, where a person says so.
+    pub read: Option<u64>,
+    /// Bytes a second that can be written there, where a person says so.
+    pub write: Option<u64>,
+}
+
+impl StorePath {
+    /// A directory, with all else left open.
+    pub fn new(path: PathBuf) -> StorePath {
+        StorePath {
+            path,
+            size: Size::Auto,
+            read: None,
+            write: None,
+        }
+    }
+
+    /// Bytes a second of what is read and written once each, if a rate is known; the other is
+    /// taken to be the same.
+    pub fn rate(&self) -> Option<f64> {
+        let (read, write) = (self.read.or(self.write)?, self.write.or(self.read)?);
+        Some(1.0 / (1.0 / read as f64 + 1.0 / write as f64))
+    }
 }
 
 /// What activations are kept instead of recomputed.
@@ -175,6 +198,8 @@ pub struct MemoryConfig {
     pub drive_tbw: Option<f64>,
     /// Measured rates of this machine, as `terrace-bench profile` writes them.
     pub profile: Option<PathBuf>,
+    /// Seconds after which an operation of the store that has not come back is said; 0 is never.
+    pub io_timeout: u64,
 }
 
 /// Engine of the store.
@@ -267,6 +292,7 @@ impl Default for RunConfig {
                 io_engine: None,
                 drive_tbw: None,
                 profile: None,
+                io_timeout: 60,
             },
             checkpoint: CheckpointConfig {
                 dir: None,

@@ -87,13 +87,10 @@ fn every_form_of_a_value_is_read() {
     // fp32 carries its gradients in f32 without being told.
     expected.train.gradient_dtype = GradientDtype::F32;
     expected.memory.store = vec![
+        StorePath::new("s".into()),
         StorePath {
-            path: "s".into(),
-            size: Size::Auto,
-        },
-        StorePath {
-            path: "r".into(),
             size: Size::Bytes(1_500_000_000_000),
+            ..StorePath::new("r".into())
         },
     ];
     expected.memory.io_engine = Some(IoEngine::Uring);
@@ -161,7 +158,8 @@ fn each_bad_line_is_refused_by_name() {
         ("memory", "store = 5", store("5")),
         ("memory", "store = [{ size = \"1GB\" }]", store("[a table]")),
         ("memory", "store = [{ path = \"x\", size = 5 }]", format!("{} 5; add a unit: \"5GiB\" or \"5B\"", &size[9..])),
-        ("memory", "store = [{ path = \"x\", sise = \"1GB\" }]", "a key of an entry of memory.store (path, size), got sise; did you mean size?".into()),
+        ("memory", "store = [{ path = \"x\", read = \"2GB\" }]", "a rate in quotes, got \"2GB\"; write it as \"2GB/s\"".into()),
+        ("memory", "store = [{ path = \"x\", sise = \"1GB\" }]", "a key of an entry of memory.store (path, size, read, write), got sise; did you mean size?".into()),
         ("memory", "store = [\"x\", \"x\"]", "distinct paths, got \"x\" twice; give each directory once, with the sum of its sizes".into()),
         ("checkpoint", "keep = 0", integer(1, 31, "0", "2")),
         ("checkpoint", "every = -1", integer(0, 1_000_000_000_000, "-1", "100")),
@@ -558,12 +556,15 @@ prop_compose! {
         (train.eval_every, train.seed) = (more.3, more.0);
         let memory = &mut config.memory;
         (memory.device, memory.host) = (sizes.0, sizes.1);
-        memory.store = lists.2.into_iter().map(|path| StorePath { path, size: sizes.2 }).collect();
+        memory.store = lists.2.into_iter().map(|path| StorePath {
+            path, size: sizes.2, read: more_rate(more.0), write: more_rate(more.3),
+        }).collect();
         (memory.buffers, memory.slabs) = (more.1, more.2);
         memory.recompute = [Recompute::Auto, Recompute::All, Recompute::None][kinds.2];
         memory.io_engine = [None, Some(IoEngine::Uring), Some(IoEngine::Pread)][kinds.3];
         config.checkpoint.dir = names.3;
         (config.checkpoint.every, config.checkpoint.keep) = (more.3, counts.4);
+        (config.checkpoint.zstd, config.memory.io_timeout) = (counts.4 % 20, more.3 % 86401);
         config.log.dir = names.1;
         config
     }
@@ -586,4 +587,8 @@ proptest! {
             RunConfig::parse(LEAST, "a.toml", &[set.clone(), format!("train.{set}")]).err();
         }
     }
+}
+
+fn more_rate(seed: u64) -> Option<u64> {
+    (!seed.is_multiple_of(3)).then_some(seed)
 }

@@ -17,7 +17,7 @@ use machine::{At, Machine, ancestors};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use terrace::Error;
-use terrace::config::{Recompute, RunConfig, Size, StorePath};
+use terrace::config::{Recompute, RunConfig, StorePath};
 use terrace::model::ModelSpec;
 use terrace::plan::regions::{DeviceMap, travelling_max};
 use terrace::plan::{Budgets, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan};
@@ -461,10 +461,7 @@ fn a_store_without_space_is_not_called_missing() {
     let given = budgets(roomy.map.bytes, roomy.host.bytes - 1, 0);
     let refusal = |case: &Case| case.plan(given).unwrap_err().to_string();
     assert!(refusal(&case).contains("; name a directory on NVMe in memory.store, or raise"));
-    case.config.memory.store = vec![StorePath {
-        path: "full".into(),
-        size: Size::Auto,
-    }];
+    case.config.memory.store = vec![StorePath::new("full".into())];
     let named = "; memory.store has no space in full: make some, name another directory, or raise \
                  memory.host by ";
     assert!(refusal(&case).contains(named), "{}", refusal(&case));

@@ -126,7 +126,24 @@ impl Given<'_> {
         }
     }
 
-    /// A path, or a list of paths and `{ path, size }`.
+    /// The bytes a second in `value`.
+    fn rate_of(&self, value: &DeValue<'_>) -> Result<u64> {
+        let number = || {
+            let DeValue::String(text) = value else {
+                return None;
+            };
+            match Size::read(text.trim().strip_suffix("/s")?) {
+                Ok(Size::Bytes(bytes)) => Some(bytes),
+                _ => None,
+            }
+        };
+        number().ok_or_else(|| {
+            let remedy = "write it as \"2GB/s\"";
+            Error::input(WHAT, &self.place, "a rate in quotes", shown(value), remedy)
+        })
+    }
+
+    /// A path, or a list of paths and `{ path, size, read, write }`.
     pub(super) fn store(&self) -> Result<Vec<super::StorePath>> {
         let wrong = || self.refuse("a path in quotes, or a list of { path, size }");
         let places: Vec<&DeValue<'_>> = match self.value {
@@ -137,10 +154,7 @@ impl Given<'_> {
         for place in places {
             let one = match place {
                 DeValue::Table(table) => self.store_table(table)?,
-                other => super::StorePath {
-                    path: path(other).ok_or_else(wrong)?,
-                    size: Size::Auto,
-                },
+                other => super::StorePath::new(path(other).ok_or_else(wrong)?),
             };
             if store.iter().any(|known| known.path == one.path) {
                 let shown = printable(&one.path.to_string_lossy());
@@ -162,11 +176,11 @@ impl Given<'_> {
     fn store_table(&self, table: &DeTable<'_>) -> Result<super::StorePath> {
         for name in table.keys() {
             let name: &str = name.get_ref();
-            if !["path", "size"].contains(&name) {
+            if !STORE_KEYS.contains(&name) {
                 return Err(unknown_key(
                     &self.place,
                     "an entry of memory.store",
-                    &["path", "size"],
+                    &STORE_KEYS,
                     name,
                 ));
             }
@@ -176,12 +190,25 @@ impl Given<'_> {
             Some(value) => self.size_of(value.get_ref())?,
             None => Size::Auto,
         };
+        let rate = |name: &str| {
+            let value = table.get(name).map(|value| value.get_ref());
+            value.map(|value| self.rate_of(value)).transpose()
+        };
+        let (read, write) = (rate("read")?, rate("write")?);
         match given {
-            Some(path) => Ok(super::StorePath { path, size }),
+            Some(path) => Ok(super::StorePath {
+                path,
+                size,
+                read,
+                write,
+            }),
             None => Err(self.refuse("a path in quotes, or a list of { path, size }")),
         }
     }
 }
+
+/// Keys of an entry of `memory.store`.
+const STORE_KEYS: [&str; 4] = ["path", "size", "read", "write"];
 
 fn path(value: &DeValue<'_>) -> Option<PathBuf> {
     let text = value.as_str()?;

@@ -4,7 +4,9 @@
 //! The template, the writer, the reader and the comparison on resume are loops over [`KEYS`].
 
 use super::given::Given;
-use super::{DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, StorePath, WeightInit};
+use super::{
+    DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, Size, StorePath, WeightInit,
+};
 use crate::error::Result;
 use crate::tile::{GradientDtype, Precision};
 
@@ -114,7 +116,12 @@ fn path_list(paths: &[std::path::PathBuf]) -> Option<String> {
 fn store_list(store: &[StorePath]) -> Option<String> {
     let entry = |s: &StorePath| {
         let (path, size) = (quoted_path(&s.path), s.size);
-        format!("{{ path = {path}, size = \"{size}\" }}")
+        let rate = |name, rate: Option<u64>| match rate {
+            Some(rate) => format!(", {name} = \"{}/s\"", Size::Bytes(rate)),
+            None => String::new(),
+        };
+        let (read, write) = (rate("read", s.read), rate("write", s.write));
+        format!("{{ path = {path}, size = \"{size}\"{read}{write} }}")
     };
     let entries: Vec<String> = store.iter().map(entry).collect();
     Some(format!("[{}]", entries.join(", ")))
@@ -408,7 +415,8 @@ pub(super) const KEYS: &[Key] = &[
         "[]",
         "",
         "Where to spill what host memory cannot hold: a path, or a list as\n\
-         [{ path = \"/nvme/scratch\", size = \"512GiB\" }].",
+         [{ path = \"/nvme/scratch\", size = \"512GiB\" }]. With read = \"3GB/s\" and\n\
+         write = \"2GB/s\" in each entry, bytes are spread by those rates; without, by size.",
         |g| g.store()?,
         |v| store_list(v)
     ),
@@ -468,6 +476,16 @@ pub(super) const KEYS: &[Key] = &[
          measurement and a common drive.",
         |g| Some(g.path()?),
         |v| v.as_deref().map(quoted_path)
+    ),
+    key!(
+        memory.io_timeout,
+        Free,
+        "60",
+        "",
+        "Seconds after which a read or write of the store that has not come back is said, 0 to\n\
+         86400; 0 is never. It ends nothing.",
+        |g| g.integer(0, 86400)?,
+        |v| Some(v.to_string())
     ),
     key!(
         checkpoint.dir,

@@ -158,6 +158,7 @@ impl Commit<'_> {
             payload: self.table.payload_bytes(index),
             bytes,
             slab,
+            key: Some(key),
             tag: Tag::new(index, self.reply.clone()),
         };
         match self.store.zstd {
@@ -410,6 +411,7 @@ impl CheckpointStore {
                 payload: part.len(),
                 bytes: part.len().next_multiple_of(PAGE_BYTES as usize),
                 slab,
+                key: None,
                 tag: Tag::new(index, reply.clone()),
             };
             self.engine.submit(order).map_err(|_| stopped())?;

@@ -39,6 +39,16 @@ pub enum Direction {
     Write,
 }
 
+impl Direction {
+    /// As errors name it.
+    pub fn verb(self) -> &'static str {
+        match self {
+            Direction::Read => "read",
+            Direction::Write => "write",
+        }
+    }
+}
+
 /// A transfer between a slab's beginning and a place of the disk.
 #[derive(Debug)]
 pub struct Operation {

@@ -10,15 +10,17 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError};
 
-use super::checksum;
 use super::disk::{Direction, Disk, Finished, Operation, Waker};
+use super::watchdog::{Flight, Reporter, Say, Watchdog};
+use super::{ExtentKey, checksum};
 use crate::host::Lease;
 
 /// Orders that wait for the thread.
@@ -33,6 +35,8 @@ pub(super) struct Order<T> {
     /// Whole pages.
     pub(super) bytes: usize,
     pub(super) slab: Lease,
+    /// What it is called while it is waited for; `None`: a structure of the store's own.
+    pub(super) key: Option<ExtentKey>,
     /// The owner's.
     pub(super) tag: T,
 }
@@ -145,6 +149,7 @@ pub(super) struct Engine<T> {
     /// `None` only while dropping.
     handle: Option<Handle<T>>,
     thread: Option<JoinHandle<()>>,
+    watchdog: Watchdog,
 }
 
 /// The thread has ended, which it does only by a panic.
@@ -152,8 +157,10 @@ pub(super) struct Engine<T> {
 pub(super) struct Stopped;
 
 impl<T: Send + 'static> Engine<T> {
-    /// Starts the thread. `settle` gets each outcome there and must not wait for an order's sender.
+    /// Starts the thread; `path` is what slow operations are said of. `settle` gets each outcome
+    /// there and must not wait for an order's sender.
     pub(super) fn spawn(
+        path: &Path,
         disk: Box<dyn Disk>,
         settle: impl FnMut(Done<T>) + Send + 'static,
     ) -> io::Result<Engine<T>> {
@@ -163,7 +170,9 @@ impl<T: Send + 'static> Engine<T> {
             waker: disk.waker(),
             counters: std::sync::Mutex::default(),
         });
+        let watchdog = Watchdog::spawn(path)?;
         let mut thread = Thread {
+            watched: watchdog.reporter(),
             disk,
             orders,
             shared: shared.clone(),
@@ -179,7 +188,13 @@ impl<T: Send + 'static> Engine<T> {
         Ok(Engine {
             handle: Some(Handle { calls, shared }),
             thread: Some(thread),
+            watchdog,
         })
+    }
+
+    /// When a slow operation is said, zero is never, and where.
+    pub(super) fn set_io_timeout(&self, timeout: Duration, say: Option<Say>) {
+        self.watchdog.set(timeout, say);
     }
 
     /// The sending side, for clones of it.
@@ -223,6 +238,7 @@ struct Pending<T> {
 }
 
 struct Thread<T> {
+    watched: Reporter,
     disk: Box<dyn Disk>,
     orders: Receiver<Call<T>>,
     shared: Arc<Shared>,
@@ -307,7 +323,14 @@ impl<T> Thread<T> {
                 if self.disk.in_flight() > 0 {
                     return Some(Call::Flush(reply));
                 }
+                let flight = Flight {
+                    action: "flush",
+                    key: None,
+                    offset: 0,
+                };
+                self.watched.begin(self.next_token, flight);
                 let outcome = self.disk.flush();
+                self.watched.end(self.next_token);
                 self.count(|counters| counters.flush_count += 1);
                 reply.send(outcome).ok();
             }
@@ -348,6 +371,12 @@ impl<T> Thread<T> {
             checksum: sum,
         };
         self.tags.insert(token, (order.offset, pending));
+        let flight = Flight {
+            action: order.direction.verb(),
+            key: order.key,
+            offset: order.offset,
+        };
+        self.watched.begin(token, flight);
         self.disk.start(Operation {
             direction: order.direction,
             offset: order.offset,
@@ -362,6 +391,7 @@ impl<T> Thread<T> {
             .tags
             .remove(&operation.token)
             .expect("every token was started once");
+        self.watched.end(operation.token);
         let direction = operation.direction;
         let (count, since) = &mut self.in_disk[direction as usize];
         *count -= 1;

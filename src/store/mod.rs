@@ -32,6 +32,7 @@ pub mod sim;
 mod sys;
 #[allow(unsafe_code, reason = "the kernel reads and writes slabs in flight")]
 mod uring;
+mod watchdog;
 
 use std::fmt;
 
@@ -41,7 +42,8 @@ pub use checkpoint::{CheckpointStore, Commit, Phase, Spec};
 pub use engine::{Counters, Flow};
 pub use reader::{Reader, Recheck};
 pub use recover::Lost;
-pub use scratch::{Completion, Request, Scratch};
+pub use scratch::{Completion, Request, Scratch, Stripe};
+pub use watchdog::{IO_TIMEOUT_SECONDS, Say};
 
 /// Names an extent: elements `extent * EXTENT_ELEMENTS ..` of one section of one tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -13,6 +13,7 @@
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crossbeam_channel::Sender;
 
@@ -24,7 +25,7 @@ use super::engine::{Counters, Done, Engine, Order};
 use super::format::{Manifest, Region, Stored, Superblock};
 use super::mutant::{self, Mutant};
 use super::recover::{Copy, Found, Lost, Recovery};
-use super::{ExtentKey, ExtentTable, sys};
+use super::{ExtentKey, ExtentTable, Say, sys};
 use crate::error::{Error, Result};
 use crate::host::{HostArena, Lease, Ring};
 use crate::tile::{EXTENT_BYTES_MAX, PAGE_BYTES};
@@ -371,6 +372,12 @@ impl Reader {
         Ok(())
     }
 
+    /// How long an operation may take before a line says it, zero is for ever, and where: without
+    /// `say` to standard error. The default is [`super::IO_TIMEOUT_SECONDS`].
+    pub fn set_io_timeout(&self, timeout: Duration, say: Option<Say>) {
+        self.engine.set_io_timeout(timeout, say);
+    }
+
     /// What moved since the store was opened.
     pub fn counters(&self) -> Counters {
         self.engine.counters()
@@ -432,6 +439,7 @@ impl Reader {
             payload: bytes,
             bytes,
             slab,
+            key: Some(manifest.table.key(index)),
             tag,
         };
         self.engine.submit(order).map_err(|_| stopped())
@@ -546,7 +554,7 @@ pub(super) fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<(Workers, Engine
         }
     };
     let engine =
-        Engine::spawn(disk, settle).map_err(|e| Error::io("start a thread for", path, e))?;
+        Engine::spawn(path, disk, settle).map_err(|e| Error::io("start a thread for", path, e))?;
     Ok((Workers::new((jobs, work), engine.handle()), engine))
 }
 

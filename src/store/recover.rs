@@ -101,6 +101,7 @@ impl Recovery<'_> {
                 payload: count,
                 bytes: count,
                 slab: self.ring.take(),
+                key: None,
                 tag: Tag::new(0, reply.clone()),
             };
             self.engine.submit(order).map_err(|_| ended())?;

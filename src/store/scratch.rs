@@ -2,7 +2,7 @@
 //!
 //! - One file a path, unlinked as soon as it is open: nothing outlives the process.
 //! - Space is reserved at the start; nothing grows later.
-//! - Extents are spread over the paths in proportion to their budgets.
+//! - Extents are spread over the paths in proportion to their rates, or budgets.
 //! - Each write raises the extent's generation and keeps its checksum in memory; each read is
 //!   checked against it before anyone sees the bytes.
 //! - The first failure of any I/O latches the store: outstanding and later requests are refused
@@ -14,13 +14,14 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use crossbeam_channel::Sender;
 
 use super::disk::{self, Direction, Disk};
 use super::engine::{Counters, Done, Engine, Order};
 use super::mutant::{self, Mutant};
-use super::{ExtentKey, ExtentTable, StoredSection, directory, sys};
+use super::{ExtentKey, ExtentTable, Say, StoredSection, directory, sys};
 use crate::config::IoEngine;
 use crate::error::{Error, Result};
 use crate::host::{Lease, Span};
@@ -66,6 +67,17 @@ struct Entry {
     checksum: u128,
 }
 
+/// A path of a scratch store.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stripe {
+    /// Its directory.
+    pub path: PathBuf,
+    /// Most bytes to use there.
+    pub bytes: u64,
+    /// Bytes a second, each read and written once; above 0. `None` where it is not known.
+    pub rate: Option<f64>,
+}
+
 /// Where an extent lies.
 #[derive(Clone, Copy)]
 struct Place {
@@ -107,19 +119,43 @@ impl Scratch {
         engine: Option<IoEngine>,
         memory: &[Span],
     ) -> Result<Scratch> {
+        let stripe = |(path, bytes): &(PathBuf, u64)| Stripe {
+            path: path.clone(),
+            bytes: *bytes,
+            rate: None,
+        };
+        let stripes: Vec<Stripe> = paths.iter().map(stripe).collect();
+        Scratch::create_striped(&stripes, sections, engine, memory)
+    }
+
+    /// As [`Scratch::create`], over paths of known rates: each takes bytes in proportion to its
+    /// rate as far as its budget allows; in proportion to its budget where a rate is not known.
+    ///
+    /// # Errors
+    /// As [`Scratch::create`].
+    pub fn create_striped(
+        paths: &[Stripe],
+        sections: &[StoredSection],
+        engine: Option<IoEngine>,
+        memory: &[Span],
+    ) -> Result<Scratch> {
         let table = ExtentTable::new(sections);
-        let budgets: Vec<u64> = paths.iter().map(|(_, bytes)| *bytes).collect();
-        let (places, used) = place(&table, &budgets)?;
+        let (places, used) = place(&table, paths)?;
         let mut disks = Vec::new();
         let (mut sentences, mut locks) = (Vec::new(), Vec::new());
-        for ((path, _), bytes) in paths.iter().zip(used) {
+        for (Stripe { path, .. }, bytes) in paths.iter().zip(used) {
             directory::prepare(path)?;
             locks.push(directory::lock(path, LOCK_NAME)?);
             let probe = disk::probe(path, engine)?;
             let file = make_file(path, bytes, probe.direct)?;
             let (disk, note) = disk::open(file, bytes, &probe, memory)
                 .map_err(|e| Error::io("start I/O on", path, e))?;
-            sentences.push(probe.sentence);
+            let share = 100.0 * bytes as f64 / table.bytes() as f64;
+            let share = match paths.len() {
+                1 => String::new(),
+                _ => format!("; {share:.0} % of what is spilled"),
+            };
+            sentences.push(format!("{}{share}", probe.sentence));
             sentences.extend(probe.warning);
             sentences.extend(note);
             disks.push((path.join(FILE_NAME), disk));
@@ -130,7 +166,12 @@ impl Scratch {
     /// A store on one disk given, for tests and benchmarks: `bytes` of it are used.
     pub fn on_disk(disk: Box<dyn Disk>, bytes: u64, sections: &[StoredSection]) -> Result<Scratch> {
         let table = ExtentTable::new(sections);
-        let (places, _) = place(&table, &[bytes])?;
+        let simulated = Stripe {
+            path: PathBuf::from("simulated"),
+            bytes,
+            rate: None,
+        };
+        let (places, _) = place(&table, &[simulated])?;
         let disks = vec![(PathBuf::from("simulated"), disk)];
         Scratch::assemble(table, places, disks, Vec::new(), Vec::new())
     }
@@ -148,8 +189,10 @@ impl Scratch {
         for (path, disk) in disks {
             let (entries, failure) = (entries.clone(), failure.clone());
             let at = path.clone();
-            let engine = Engine::spawn(disk, move |done| settle(done, &at, &entries, &failure))
-                .map_err(|e| Error::io("start a thread for", &path, e))?;
+            let engine = Engine::spawn(&path, disk, move |done| {
+                settle(done, &at, &entries, &failure)
+            })
+            .map_err(|e| Error::io("start a thread for", &path, e))?;
             engines.push(engine);
         }
         Ok(Scratch {
@@ -221,6 +264,7 @@ impl Scratch {
             payload,
             bytes,
             slab: request.slab,
+            key: Some(request.key),
             tag: Tag {
                 index,
                 key: request.key,
@@ -232,6 +276,14 @@ impl Scratch {
             .map_err(|_| Error::StoreFailed {
                 first: "the store's thread has ended".to_string(),
             })
+    }
+
+    /// How long an operation may take before a line says it, zero is for ever, and where: without
+    /// `say` to standard error. The default is [`super::IO_TIMEOUT_SECONDS`].
+    pub fn set_io_timeout(&self, timeout: Duration, say: Option<Say>) {
+        for engine in &self.engines {
+            engine.set_io_timeout(timeout, say.clone());
+        }
     }
 
     /// What moved so far, over all paths.
@@ -250,20 +302,24 @@ fn locked(entries: &Entries) -> MutexGuard<'_, Vec<Entry>> {
     entries.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Spreads the extents: each goes to the path that is then least full in proportion to its budget.
-/// Returns their places and the bytes used of each path.
-fn place(table: &ExtentTable, budgets: &[u64]) -> Result<(Vec<Place>, Vec<u64>)> {
-    let mut used = vec![0u64; budgets.len()];
+/// Spreads the extents: each goes to the path that is then least used in proportion to its rate, or
+/// to its budget where not all rates are known. Returns their places and the bytes used of each.
+fn place(table: &ExtentTable, paths: &[Stripe]) -> Result<(Vec<Place>, Vec<u64>)> {
+    let rates: Option<Vec<f64>> = paths.iter().map(|path| path.rate).collect();
+    let weights = rates.unwrap_or_else(|| paths.iter().map(|path| path.bytes as f64).collect());
+    let mut used = vec![0u64; paths.len()];
     let mut places = Vec::with_capacity(table.count());
     for index in 0..table.count() {
         let bytes = table.slot_bytes(index) as u64;
         let fill = |path: &usize| {
             let after = used[*path] + bytes;
-            (after <= budgets[*path]).then(|| after as f64 / budgets[*path] as f64)
+            (after <= paths[*path].bytes).then(|| after as f64 / weights[*path])
         };
-        let fitting = (0..budgets.len()).filter_map(|path| Some((path, fill(&path)?)));
+        let fitting = (0..paths.len()).filter_map(|path| Some((path, fill(&path)?)));
         let Some((path, _)) = fitting.min_by(|a, b| a.1.total_cmp(&b.1)) else {
-            let budget = budgets.iter().sum();
+            let budget = paths
+                .iter()
+                .fold(0u64, |sum, path| sum.saturating_add(path.bytes));
             return Err(Error::Budget {
                 tier: "store",
                 needed: table.bytes(),
@@ -309,10 +365,7 @@ fn make_file(directory: &Path, bytes: u64, direct: bool) -> Result<File> {
 fn settle(done: Done<Tag>, path: &Path, entries: &Entries, failure: &Failure) {
     let Tag { index, key, reply } = done.tag;
     let failed = |source| Error::TileIo {
-        action: match done.direction {
-            Direction::Read => "read",
-            Direction::Write => "write",
-        },
+        action: done.direction.verb(),
         path: path.to_path_buf(),
         tile: key.place(),
         extent: key.extent,
@@ -387,8 +440,26 @@ mod tests {
             })
             .collect();
         let table = ExtentTable::new(&sections);
-        let budgets = [500 << 20, 250 << 20];
-        let (places, used) = place(&table, &budgets).unwrap();
+        let stripe = |bytes, rate| Stripe {
+            path: PathBuf::from("a path"),
+            bytes,
+            rate,
+        };
+        let by_rate = |first: Option<f64>, second, bytes| {
+            let paths = [stripe(1 << 30, first), stripe(bytes, second)];
+            place(&table, &paths).unwrap().1
+        };
+        assert_eq!(
+            by_rate(Some(1e9), Some(3e9), 1 << 30),
+            [148 << 20, 452 << 20]
+        );
+        assert_eq!(
+            by_rate(Some(1e9), Some(3e9), 200 << 20),
+            [400 << 20, 200 << 20]
+        );
+        assert_eq!(by_rate(Some(1e9), None, 1 << 30), [300 << 20, 300 << 20]);
+        let paths = [stripe(500 << 20, None), stripe(250 << 20, None)];
+        let (places, used) = place(&table, &paths).unwrap();
         assert_eq!(used.iter().sum::<u64>(), table.bytes());
         assert_eq!(used, [400 << 20, 200 << 20]);
         let mut next = [0u64; 2];
@@ -396,7 +467,7 @@ mod tests {
             assert_eq!(at.offset, next[usize::from(at.path)]);
             next[usize::from(at.path)] += table.slot_bytes(index) as u64;
         }
-        let refusal = place(&table, &[500 << 20])
+        let refusal = place(&table, &[stripe(500 << 20, Some(1e9))])
             .err()
             .expect("100 MiB are missing");
         assert_eq!(refusal.exit_code(), 2);

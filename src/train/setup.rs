@@ -1,6 +1,7 @@
 //! Memory and engine of a run: which device, what `"auto"` comes to, arenas, scratch store.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::config::{RunConfig, Size, StorePath};
 use crate::device::Device;
@@ -14,7 +15,7 @@ use crate::plan::regions::{DeviceMap, DeviceShape};
 use crate::plan::{Budgets, DeviceProfile, Plan, TilePlan};
 use crate::stats::Stats;
 use crate::step::Engine;
-use crate::store::{Scratch, StoredSection};
+use crate::store::{Scratch, StoredSection, Stripe};
 use crate::tile::Precision;
 use crate::transfer::Tiers;
 
@@ -106,7 +107,7 @@ pub fn resolve_budgets(
         .memory
         .store
         .iter()
-        .map(|StorePath { path, size }| {
+        .map(|StorePath { path, size, .. }| {
             let bytes = match size {
                 Size::Bytes(bytes) => *bytes,
                 Size::Auto => {
@@ -222,7 +223,15 @@ pub fn build_engine(
         };
         let sections: Vec<StoredSection> = plan.tiles.iter().flat_map(of).collect();
         let engine = config.memory.io_engine;
-        let scratch = Scratch::create(&budget.store, &sections, engine, &[ring.span()])?;
+        let given = budget.store.iter().zip(&config.memory.store);
+        let stripe = |((path, bytes), given): (&(PathBuf, u64), &StorePath)| Stripe {
+            path: path.clone(),
+            bytes: *bytes,
+            rate: given.rate(),
+        };
+        let stripes: Vec<Stripe> = given.map(stripe).collect();
+        let scratch = Scratch::create_striped(&stripes, &sections, engine, &[ring.span()])?;
+        scratch.set_io_timeout(Duration::from_secs(config.memory.io_timeout), None);
         sentences.extend(scratch.sentences().iter().cloned());
         Some(scratch)
     } else {
