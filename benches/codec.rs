@@ -2,8 +2,8 @@
 //! checkpoint: `cargo bench --bench codec -- DIRECTORY [--levels 1,3]`.
 //!
 //! Reads the newest commit of the directory (read-only) and codes its extents, one after another,
-//! on this thread as the store's threads do. Times are CPU time of this thread. Prints one JSON line a
-//! section and level, one for all of a level, and one for the checksum.
+//! on this thread as the store's threads do. Times are CPU time of this thread. Prints one JSON
+//! line a section and level, one for all of a level, and one for the checksum.
 #![allow(clippy::unwrap_used, reason = "a benchmark ends where it fails")]
 
 use std::collections::BTreeMap;
@@ -124,7 +124,7 @@ fn code(reader: &Reader, generation: u64, level: i32, sections: &mut BTreeMap<St
 /// them alone takes.
 fn measure_checksum() {
     const GIB: f64 = (1u64 << 30) as f64;
-    let bytes: Vec<u8> = (0..256usize << 20).map(|i| (i * 31 >> 3) as u8).collect();
+    let bytes: Vec<u8> = (0..256usize << 20).map(|i| ((i * 31) >> 3) as u8).collect();
     let extents = || bytes.chunks(EXTENT_BYTES_MAX as usize);
     let (mut sums, mut reads) = (Vec::new(), Vec::new());
     for _ in 0..9 {
