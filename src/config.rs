@@ -1,17 +1,22 @@
 //! run.toml: parsed and validated once, nothing resolved.
 //!
-//! - Order of settings: built-in defaults, then the file, then each `--set a.b=c` as given.
+//! - Order of settings: built-in defaults, then the file, then each `--set a.b=c` as given. Of two
+//!   that name the same key the later one counts; `terrace config show` prints what came of it.
 //! - An unknown key is an error that names the nearest known one; sizes are strings with units.
 //! - Paths are kept as written; relative ones are meant from the current directory.
 //!
 //! Nothing here reads a file, asks the machine or knows a device: `train` and the tools do.
 
 mod given;
+pub mod import;
 mod keys;
 pub mod parse;
+mod schema;
 mod size;
 
 pub(crate) use given::distance;
+pub use schema::json_schema;
+
 pub use parse::{Class, Difference, commented_template};
 
 use std::path::PathBuf;
@@ -66,13 +71,36 @@ pub enum DataFormat {
     Tokens,
 }
 
+/// Where tokens of long files are kept between runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TokenCache {
+    /// Under the user's cache directory, for files of some length.
+    Auto,
+    /// Nowhere: tokens are in memory.
+    Off,
+    /// In this directory, for files of any length.
+    At(PathBuf),
+}
+
 /// `[data]`
 #[derive(Clone, Debug, PartialEq)]
 pub struct DataConfig {
-    /// Training files.
+    /// Training sources: files, directories, `*` patterns, names in `dataset_dir`.
     pub train: Vec<PathBuf>,
-    /// Evaluation files.
+    /// Evaluation sources.
     pub eval: Vec<PathBuf>,
+    /// Directory of a dataset_info.json whose names may stand among the sources.
+    pub dataset_dir: Option<PathBuf>,
+    /// Weights of the training sources in an epoch's rows; empty: all rows of all.
+    pub mix: Vec<f64>,
+    /// Most rows of a source.
+    pub max_samples: Option<u64>,
+    /// Training rows held out for evaluation: a share below 1, or a count.
+    pub eval_split: f64,
+    /// Where tokens are kept between runs.
+    pub cache: TokenCache,
+    /// Most bytes of that directory.
+    pub cache_size: Size,
     /// Row format.
     pub format: DataFormat,
     /// Most tokens of a sequence.
@@ -259,6 +287,12 @@ impl Default for RunConfig {
             data: DataConfig {
                 train: Vec::new(),
                 eval: Vec::new(),
+                dataset_dir: None,
+                mix: Vec::new(),
+                max_samples: None,
+                eval_split: 0.0,
+                cache: TokenCache::Auto,
+                cache_size: Size::Bytes(64 << 30),
                 format: DataFormat::Auto,
                 seq_len: 1024,
                 packing: true,

@@ -8,6 +8,7 @@
 //! tensors are never used as paths, and no pickle is read.
 
 pub mod export;
+pub mod hub;
 pub mod import;
 #[allow(unsafe_code, reason = "model files are read through a mapping")]
 mod mapped;

@@ -28,7 +28,7 @@ use std::time::Instant;
 
 use crate::checkpoint::{Checkpoints, Progress};
 use crate::config::{RunConfig, WeightInit};
-use crate::data::{Batches, Dataset, Micro, TextTokenizer, eval_micros};
+use crate::data::{self, Batches, Dataset, Micro, TextTokenizer, eval_micros};
 use crate::error::{Error, Result};
 use crate::hf::{self, WeightSource};
 use crate::model::ModelSpec;
@@ -78,20 +78,12 @@ impl Run {
         let tokenizer = needs_tokenizer
             .then(|| TextTokenizer::load(dir, spec.vocab_size))
             .transpose()?;
-        let dataset = Dataset::load(
-            &config.data.train,
-            &config.data,
-            tokenizer.as_ref(),
-            spec.vocab_size,
-        )?;
+        let (seed, vocab_size) = (config.train.seed, spec.vocab_size);
+        let (dataset, held_out) = data::load(&config.data, seed, tokenizer.as_ref(), vocab_size)?;
         let dataset = Arc::new(dataset);
-        let eval = if config.data.eval.is_empty() {
-            Vec::new()
-        } else {
-            let files = &config.data.eval;
-            let held_out = Dataset::load(files, &config.data, tokenizer.as_ref(), spec.vocab_size)?;
-            eval_micros(&held_out, &config.data, config.train.micro_batch)
-        };
+        let micro_batch = config.train.micro_batch;
+        let eval = held_out.map(|held_out| eval_micros(&held_out, &config.data, micro_batch));
+        let eval = eval.transpose()?.unwrap_or_default();
         let train = &config.train;
         let batches = Batches::new(
             dataset.clone(),
@@ -184,7 +176,7 @@ impl Trainer {
         resume_changed: bool,
         trace: bool,
     ) -> Result<Trainer> {
-        let mut notes = Vec::new();
+        let mut notes = run.dataset.notes().to_vec();
         // Weights that do not fit the model are refused before memory is taken or a file made.
         let fresh = start == Start::Fresh;
         let weights = fresh.then(|| run.weights()).transpose()?;
@@ -303,7 +295,7 @@ impl Trainer {
             weight_decay: train.weight_decay,
             max_grad_norm: train.max_grad_norm,
         };
-        let micros = self.run.batches.next_step();
+        let micros = self.run.batches.next_step()?;
         let result = match self.engine.train_step(micros, settings) {
             Ok(result) => result,
             Err(error) => return Err(self.stopped(error)),

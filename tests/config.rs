@@ -2,12 +2,14 @@
 //! Method: each bad input with its exact message; the template against the defaults; random
 //! configurations written and read back.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use proptest::prelude::*;
+use terrace::config::import::import;
 use terrace::config::{
     Class, DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, Size, StorePath, WeightInit,
-    commented_template,
+    commented_template, json_schema,
 };
 use terrace::tile::{GradientDtype, Precision};
 
@@ -164,6 +166,9 @@ fn each_bad_line_is_refused_by_name() {
         ("checkpoint", "keep = 0", integer(1, 31, "0", "2")),
         ("checkpoint", "every = -1", integer(0, 1_000_000_000_000, "-1", "100")),
         ("checkpoint", "dir = 1", "a path in quotes, got 1; correct it".into()),
+        ("data", "max_samples = 0", "an integer from 1 to 1000000000000, got 0; correct it".into()),
+        ("data", "eval_split = 1.5", "a share from 0 to below 1, or a whole number of rows, got 1.5; correct it, or leave it out for the default 0.0".into()),
+        ("data", "cache = 3", "a path in quotes, got 3; correct it, or leave it out for the default \"auto\"".into()),
         ("log", "dir = 1", "a path in quotes, got 1; correct it, or leave it out for the default \"runs/terrace\"".into()),
     ];
     for (table, bad, message) in cases {
@@ -302,7 +307,28 @@ fn keys_that_do_not_go_together_are_refused() {
     let none = LEAST.replace("steps = 10", "");
     let no_model = LEAST.replace("path = \"m\"", "");
     let no_data = LEAST.replace("train = \"t.jsonl\"", "train = []");
-    let cases: [(&str, &[&str], &str); 9] = [
+    let late = LEAST.replace("steps = 10", "steps = 10\nwarmup_steps = 11");
+    let cases: [(&str, &[&str], &str); 13] = [
+        (
+            &late,
+            &[],
+            "a.toml line 7, train.warmup_steps: expected at most train.steps (10), got 11; lower it, or train for more steps",
+        ),
+        (
+            LEAST,
+            &["data.mix=[1, 2]"],
+            "--set data.mix: expected 1 weights, as data.train has sources, got 2; give each source one weight",
+        ),
+        (
+            LEAST,
+            &["data.mix=[0.5, 0]"],
+            "--set data.mix: expected a list of numbers above 0, got [0.5, 0]; correct it, or leave it out for the default []",
+        ),
+        (
+            LEAST,
+            &["data.eval=e.jsonl", "data.eval_split=0.1"],
+            "--set data.eval_split: expected 0 with data.eval, got 0.1; give one of them",
+        ),
         (
             &both,
             &[],
@@ -326,22 +352,22 @@ fn keys_that_do_not_go_together_are_refused() {
         (
             LEAST,
             &["train.warmup_steps=11"],
-            "a.toml, train.warmup_steps: expected at most train.steps (10), got 11; lower it, or train for more steps",
+            "--set train.warmup_steps: expected at most train.steps (10), got 11; lower it, or train for more steps",
         ),
         (
             LEAST,
             &["train.min_learning_rate=1e-4"],
-            "a.toml, train.min_learning_rate: expected at most train.learning_rate (1e-5), got 0.0001; lower it",
+            "--set train.min_learning_rate: expected at most train.learning_rate (1e-5), got 0.0001; lower it",
         ),
         (
             LEAST,
             &["model.precision=fp32", "train.gradient_dtype=bf16"],
-            "a.toml, train.gradient_dtype: expected \"f32\" under model.precision \"fp32\", got \"bf16\"; leave it out, or use precision \"bf16\"",
+            "--set train.gradient_dtype: expected \"f32\" under model.precision \"fp32\", got \"bf16\"; leave it out, or use precision \"bf16\"",
         ),
         (
             LEAST,
             &["train.eval_every=5"],
-            "a.toml, train.eval_every: expected 0 without data.eval, got 5; name files in data.eval",
+            "--set train.eval_every: expected 0 without data.eval, got 5; name files in data.eval, or set data.eval_split",
         ),
         (
             "",
@@ -440,6 +466,8 @@ fn a_resumed_run_may_change_only_what_leaves_it_the_same_run() {
                 "memory.slabs=8",
                 "memory.recompute=all",
                 "memory.io_engine=pread",
+                "data.cache=off",
+                "data.cache_size=auto",
             ],
         ),
         (
@@ -462,6 +490,10 @@ fn a_resumed_run_may_change_only_what_leaves_it_the_same_run() {
                 "data.shuffle=false",
                 "data.format=text",
                 "data.truncate=true",
+                "data.dataset_dir=d",
+                "data.mix=[2]",
+                "data.max_samples=3",
+                "data.eval_split=0.5",
                 "train.seed=1",
                 "train.micro_batch=2",
                 "train.micro_batches=2",
@@ -587,6 +619,448 @@ proptest! {
             RunConfig::parse(LEAST, "a.toml", &[set.clone(), format!("train.{set}")]).err();
         }
     }
+}
+
+#[test]
+fn all_faults_of_a_file_are_named_in_their_order() {
+    let text = "[model]\npath = 3\n[data]\ntrian = \"a\"\nmix = [0]\n[nowhere]\n[train]\n\
+        steps = \"x\"\n";
+    let sets = ["train.seed=-1".to_string()];
+    let faults = RunConfig::faults(text, "a.toml", &sets);
+    let places: Vec<String> = faults
+        .iter()
+        .map(|fault| {
+            let line = fault.to_string();
+            let place = line.strip_prefix("run.toml: ").expect("of run.toml");
+            place
+                .split(": expected")
+                .next()
+                .expect("a place")
+                .to_string()
+        })
+        .collect();
+    assert_eq!(
+        places,
+        [
+            "a.toml line 2, model.path",
+            "a.toml line 4",
+            "a.toml line 5, data.mix",
+            "a.toml line 6",
+            "a.toml line 8, train.steps",
+            "--set train.seed",
+        ]
+    );
+    // What concerns several keys is looked at once each is right: all of it, too.
+    let faults = RunConfig::faults("[train]\nwarmup_steps = 3\n", "a.toml", &[]);
+    assert_eq!(faults.len(), 3, "steps, model.path, data.train: {faults:?}");
+    assert!(RunConfig::faults(LEAST, "a.toml", &[]).is_empty());
+}
+
+#[test]
+fn what_is_shown_reads_back_and_says_where_it_is_from() {
+    let sets = ["train.seed=7".to_string()];
+    let shown = RunConfig::explained(LEAST, "a.toml", &sets).expect("a run");
+    assert_eq!(parse(&shown, &[]), parse(LEAST, &["train.seed=7"]));
+    for line in [
+        "path = \"m\"  # a.toml line 2",
+        "seed = 7  # --set",
+        "micro_batch = 1  # default",
+    ] {
+        assert!(
+            shown.lines().any(|other| other == line),
+            "{line} in {shown}"
+        );
+    }
+}
+
+const LLAMA_FACTORY: &str = "\
+### model
+model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
+trust_remote_code: true
+### method
+stage: sft
+do_train: true
+finetuning_type: full
+deepspeed: examples/deepspeed/ds_z3_config.json
+### dataset
+dataset: identity,alpaca_en_demo
+template: qwen
+cutoff_len: 2048
+max_samples: 1000
+interleave_probs: 0.7, 0.3
+val_size: 0.1
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+eval_steps: 500
+output_dir: saves/qwen
+save_steps: 200
+resume_from_checkpoint: null
+lora_rank: 8
+";
+
+#[test]
+fn a_file_of_llama_factory_is_imported() {
+    let imported = import(LLAMA_FACTORY, "lf.yaml").expect("a run");
+    assert_eq!(
+        imported.toml,
+        "# Imported from lf.yaml, a file of LLaMA-Factory.
+
+[model]
+path = \"Qwen/Qwen2.5-1.5B-Instruct\"
+
+[data]
+train = [\"identity\", \"alpaca_en_demo\"]
+dataset_dir = \"data\"
+mix = [0.7, 0.3]
+max_samples = 1000
+eval_split = 0.1
+seq_len = 2048
+packing = false
+truncate = true
+
+[train]
+epochs = 3
+micro_batches = 2
+schedule = \"cosine\"
+weight_decay = 0.0
+eval_every = 500
+seed = 42
+
+[checkpoint]
+every = 200
+
+[log]
+dir = \"saves/qwen\"
+"
+    );
+    assert_eq!(
+        imported.lines,
+        [
+            "lf.yaml:11: template: qwen is left out: the tokenizer's own chat template is used",
+            "lf.yaml:22: warmup_ratio: 0.1 is a share of steps that are not known yet: set \
+             train.warmup_steps by `terrace plan`",
+            "lf.yaml:28: lora_rank: 8 has no counterpart and is left out",
+            "lf.yaml: trust_remote_code, do_train, deepspeed: say how LLaMA-Factory runs, not what \
+             it learns; Terrace plans by itself",
+        ]
+    );
+}
+
+#[test]
+fn a_file_of_megatrain_is_imported() {
+    let yaml = "model:
+  name: \"Qwen/Qwen2.5-7B-Instruct\"
+  dtype: \"bfloat16\"
+  attn_implementation: \"flash_attention_2\"
+dataset:
+  name: \"metamath\"
+  dataset_dir: \"data\"
+  query_field: \"query\"
+  max_seq_len: 1024
+training:
+  batch_size: 128
+  gradient_accumulation_steps: 1
+  num_steps: 500
+  learning_rate: 1.0e-5
+  max_grad_norm: 1.0
+optimizer:
+  type: \"deepspeed_adam\"
+  beta2: 0.95
+memory:
+  num_grad_slabs: 12
+";
+    let imported = import(yaml, "mt.yaml").expect("a run");
+    assert_eq!(
+        imported.toml,
+        "# Imported from mt.yaml, a file of MegaTrain.
+
+[model]
+path = \"Qwen/Qwen2.5-7B-Instruct\"
+
+[data]
+train = [\"metamath\"]
+dataset_dir = \"data\"
+packing = false
+truncate = true
+
+[train]
+steps = 500
+micro_batch = 128
+schedule = \"constant\"
+betas = [0.9, 0.95]
+seed = 42
+"
+    );
+    assert_eq!(
+        imported.lines,
+        [
+            "mt.yaml:3: model.dtype: bfloat16 is precision \"bf16\", here with an exact fp32 master",
+            "mt.yaml:8: dataset.query_field: query has no counterpart and is left out",
+            "mt.yaml: model.attn_implementation, optimizer.type, memory.num_grad_slabs: say how \
+             MegaTrain runs, not what it learns; Terrace plans by itself",
+        ]
+    );
+}
+
+#[test]
+fn the_schema_has_every_key() {
+    let schema = json_schema();
+    let text = commented_template();
+    let mut table = "";
+    for line in text.lines() {
+        let line = line.strip_prefix("# ").unwrap_or(line);
+        if let Some(name) = line
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'))
+        {
+            table = name;
+        } else if let Some((key, _)) = line.split_once(" = ")
+            && key.chars().all(|c| c.is_ascii_lowercase() || c == '_')
+        {
+            let found = &schema["properties"][table]["properties"][key];
+            assert!(found["description"].is_string(), "{table}.{key}");
+        }
+    }
+    let train = &schema["properties"]["train"]["properties"];
+    assert_eq!(train["steps"]["minimum"], 1);
+    assert_eq!(train["schedule"]["enum"][2], "cosine");
+    assert_eq!(train["learning_rate"]["default"], 1e-5);
+}
+
+/// A folder with a small model, and a command line within it: what it wrote to standard error.
+struct Newcomer {
+    folder: tempfile::TempDir,
+}
+
+impl Newcomer {
+    fn new() -> Newcomer {
+        let folder = tempfile::tempdir().expect("a folder");
+        let model = folder.path().join("model");
+        std::fs::create_dir(&model).expect("a folder");
+        let config = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024,
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+            "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "max_position_embeddings": 256, "tie_word_embeddings": true,
+        });
+        std::fs::write(model.join("config.json"), config.to_string()).expect("written");
+        for (name, bytes) in terrace::data::quickstart::tokenizer_files() {
+            std::fs::write(model.join(name), bytes).expect("written");
+        }
+        Newcomer { folder }
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) {
+        let path = self.folder.path().join(name);
+        std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        std::fs::write(path, bytes).expect("written");
+    }
+
+    /// Exit code, standard output and standard error.
+    fn run(&self, arguments: &[&str]) -> (i32, String, String) {
+        let output = Command::new(env!("CARGO_BIN_EXE_terrace"))
+            .args(arguments)
+            .current_dir(self.folder.path())
+            .env("HOME", self.folder.path())
+            .env_remove("XDG_CACHE_HOME")
+            .env_remove("HF_HUB_CACHE")
+            .env("HF_HOME", self.folder.path().join("hf"))
+            .output()
+            .expect("it starts");
+        let text = |bytes: Vec<u8>| {
+            let text = String::from_utf8(bytes).expect("UTF-8");
+            text.replace(&self.folder.path().display().to_string(), "HOME")
+        };
+        let code = output.status.code().expect("an exit code");
+        (code, text(output.stdout), text(output.stderr))
+    }
+}
+
+/// Wrong run.toml files: name and text.
+const WRONG_RUNS: &[(&str, &str)] = &[
+    (
+        "an unknown key",
+        "[model]\npath = \"model\"\n[train]\nlr = 1e-5\nsteps = 1\n",
+    ),
+    ("no TOML", "[model]\npath = model\n"),
+    ("YAML", "model_name_or_path: Qwen/Qwen2.5-7B\nstage: sft\n"),
+    ("no unit", "[memory]\nhost = 24\n"),
+    ("an unknown table", "[optimizer]\nlr = 1\n"),
+    ("nothing", ""),
+    (
+        "a model that is nowhere",
+        "[model]\npath = \"org/name\"\n[data]\ntrain = \"a.jsonl\"\n[train]\nsteps = 1\n",
+    ),
+    (
+        "data that is nowhere",
+        "[model]\npath = \"model\"\n[data]\ntrain = [\"x/none.jsonl\", \"alpaca\"]\n[train]\nsteps = 1\n",
+    ),
+    (
+        "more warm-up than steps",
+        "[model]\npath = \"model\"\n[data]\ntrain = \"a\"\n[train]\nsteps = 5\nwarmup_steps = 9\n",
+    ),
+    (
+        "weights for other sources",
+        "[model]\npath = \"model\"\n[data]\ntrain = [\"a\", \"b\"]\nmix = [1]\n[train]\nsteps = 5\n",
+    ),
+];
+
+/// Wrong data files: name and bytes.
+const WRONG_DATA: &[(&str, &[u8])] = &[
+    ("empty.jsonl", b""),
+    ("cut.json", b"[{\"text\": \"a\"},\n{\"te"),
+    ("cut.jsonl", b"{\"text\": \"a\"}\n{\"text\": \"b"),
+    ("columns.jsonl", b"{\"title\": \"a\", \"body\": \"b\"}\n"),
+    ("latin1.jsonl", b"{\"text\": \"caf\xe9\"}\r\n"),
+    ("utf16.json", b"\xff\xfe[\0]\0"),
+    ("zero.jsonl", b"{\"input_ids\": []}\n"),
+    ("rows.jsonl.gz", b"\x1f\x8b\x08\0"),
+    ("rows.csv", b"a,b\n1,2\n"),
+    ("rows.parquet", b"PAR1nothing"),
+    ("folder/notes.md", b"no data"),
+    ("both/a.bin", b"\x01\0\x02\0"),
+    ("odd.bin", b"\x01\0\x02\0\x03"),
+    ("large.bin", b"\x01\0\xff\xff"),
+    (
+        "role.jsonl",
+        b"{\"messages\": [{\"role\": \"bot\", \"content\": \"a\"}]}\n",
+    ),
+    (
+        "question.jsonl",
+        b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n",
+    ),
+    (
+        "labels.jsonl",
+        b"{\"input_ids\": [1, 2], \"labels\": [2, 3]}\n",
+    ),
+    ("bom.jsonl", b"\xef\xbb\xbf{\"text\": 3}\r\n"),
+];
+
+/// Entries of a dataset_info.json that cannot be trained on.
+const WRONG_ENTRIES: &[(&str, &str)] = &[
+    ("on_hub", "{\"hf_hub_url\": \"org/data\"}"),
+    ("ranked", "{\"file_name\": \"a.json\", \"ranking\": true}"),
+    (
+        "pictures",
+        "{\"file_name\": \"a.json\", \"columns\": {\"images\": \"images\"}}",
+    ),
+    ("sampled", "{\"file_name\": \"a.json\", \"num_samples\": 5}"),
+    (
+        "foreign",
+        "{\"file_name\": \"a.json\", \"formatting\": \"csv\"}",
+    ),
+    (
+        "renamed",
+        "{\"file_name\": \"r.json\", \"columns\": {\"prompt\": \"q\", \"response\": \"a\"}}",
+    ),
+    (
+        "tagged",
+        "{\"file_name\": \"t.json\", \"formatting\": \"sharegpt\", \"tags\": {\"user_tag\": \"U\"}}",
+    ),
+];
+
+/// Each wrong file with its one line, as in `fixtures/refusals.txt`; TERRACE_SNAPSHOTS=write makes
+/// that file anew, to be read before it is kept.
+#[test]
+fn wrong_files_have_one_line_each() {
+    let newcomer = Newcomer::new();
+    let mut seen = String::new();
+    let mut note = |name: &str, (code, _, text): (i32, String, String)| {
+        let line = text.trim_end().lines().last().unwrap_or_default();
+        seen.push_str(&format!("{name} ({code})\n    {line}\n"));
+    };
+    for (name, text) in WRONG_RUNS {
+        newcomer.write("wrong.toml", text.as_bytes());
+        note(name, newcomer.run(&["config", "check", "wrong.toml"]));
+    }
+    let run = LEAST
+        .replace("\"m\"", "\"model\"")
+        .replace("\n[train]", "\nseq_len = 64\n[train]");
+    newcomer.write("run.toml", run.as_bytes());
+    newcomer.write("both/b.jsonl", b"{\"text\": \"a\"}");
+    newcomer.write("r.json", b"[{\"question\": \"a\", \"a\": \"b\"}]");
+    newcomer.write(
+        "t.json",
+        b"[{\"conversations\": [{\"from\": \"human\", \"value\": \"a\"}]}]",
+    );
+    let entries: Vec<String> = WRONG_ENTRIES
+        .iter()
+        .map(|(name, entry)| format!("\"{name}\": {entry}"))
+        .collect();
+    newcomer.write(
+        "dataset_info.json",
+        format!("{{{}}}", entries.join(", ")).as_bytes(),
+    );
+    for (name, bytes) in WRONG_DATA {
+        newcomer.write(name, bytes);
+        let entry = match Path::new(name).parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder.to_str().expect("UTF-8"),
+            _ => name,
+        };
+        let set = format!("data.train={entry}");
+        note(
+            name,
+            newcomer.run(&["data", "preview", "run.toml", "--set", &set]),
+        );
+    }
+    for name in WRONG_ENTRIES
+        .iter()
+        .map(|(name, _)| *name)
+        .chain(["absent"])
+    {
+        let set = format!("data.train={name}");
+        let sets = ["--set", "data.dataset_dir=.", "--set", &set];
+        note(
+            name,
+            newcomer.run(&[&["data", "preview", "run.toml"], &sets[..]].concat()),
+        );
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/refusals.txt");
+    if std::env::var_os("TERRACE_SNAPSHOTS").is_some() {
+        std::fs::write(&path, &seen).expect("written");
+    }
+    let kept = std::fs::read_to_string(&path).expect("the snapshots");
+    assert_eq!(seen, kept);
+}
+
+#[test]
+fn a_model_is_found_by_its_name_in_the_local_cache() {
+    let newcomer = Newcomer::new();
+    newcomer.write("t.jsonl", b"{\"text\": \"a b c\"}");
+    newcomer.write(
+        "run.toml",
+        LEAST.replace("\"m\"", "\"org/small\"").as_bytes(),
+    );
+    let model = newcomer.folder.path().join("hf/hub/models--org--small");
+    let snapshot = model.join("snapshots/abc123");
+    std::fs::create_dir_all(model.join("refs")).expect("a folder");
+    std::fs::create_dir_all(&snapshot).expect("a folder");
+    for entry in std::fs::read_dir(newcomer.folder.path().join("model")).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().expect("a name");
+        std::fs::copy(&path, snapshot.join(name)).expect("copied");
+    }
+    let check = |set: &str| newcomer.run(&["config", "check", "run.toml", "--set", set]);
+    let missing = check("train.seed=1");
+    assert_eq!(missing.0, 2);
+    assert!(
+        missing
+            .2
+            .contains("no revision main there; fetch it with `hf download org/small`")
+    );
+    std::fs::write(model.join("refs/main"), "abc123").expect("written");
+    assert_eq!(check("train.seed=1").0, 0, "{:?}", check("train.seed=1"));
+    assert_eq!(check("model.path=org/small@abc123").0, 0);
+    assert_eq!(check("model.path=org/small@v2").0, 2);
+    let preview = newcomer.run(&["data", "preview", "run.toml"]);
+    assert_eq!(preview.0, 0, "{}", preview.2);
 }
 
 fn more_rate(seed: u64) -> Option<u64> {

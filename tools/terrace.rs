@@ -1,5 +1,9 @@
 //! `terrace`: trains, plans, generates, exports. Argument parsing and printing only.
 
+#[path = "terrace/config.rs"]
+mod config;
+#[path = "terrace/data.rs"]
+mod data;
 #[path = "terrace/inspect_run.rs"]
 mod inspect_run;
 #[path = "terrace/kill_at.rs"]
@@ -16,6 +20,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 use terrace::config::RunConfig;
 use terrace::error::{Error, Result};
+use terrace::hf::hub;
 
 /// Trains language models larger than the GPU's memory, every parameter, in full precision.
 #[derive(Parser)]
@@ -38,7 +43,12 @@ enum Command {
     /// Look at what a run would train on
     Data {
         #[command(subcommand)]
-        command: DataCommand,
+        command: data::DataCommand,
+    },
+    /// Check, show, describe or import a run.toml
+    Config {
+        #[command(subcommand)]
+        command: config::ConfigCommand,
     },
     /// Say what this machine has and what limits it
     Doctor(inspect_run::DoctorArguments),
@@ -48,12 +58,6 @@ enum Command {
         #[arg(default_value = "run.toml")]
         path: PathBuf,
     },
-}
-
-#[derive(Subcommand)]
-enum DataCommand {
-    /// Print the first sequences with masked tokens marked, and the numbers of the whole
-    Preview(inspect_run::PreviewArguments),
 }
 
 /// The run.toml and what changes it.
@@ -67,15 +71,32 @@ struct RunFile {
 }
 
 impl RunFile {
-    fn read(&self) -> Result<RunConfig> {
-        let text = std::fs::read_to_string(&self.run);
-        let text = text.map_err(|source| Error::Io {
+    fn text(&self) -> Result<String> {
+        let failed = |source| Error::Io {
             action: "read",
             path: self.run.clone(),
             source,
             remedy: "; `terrace init` writes one".to_string(),
-        })?;
-        RunConfig::parse(&text, &self.run.display().to_string(), &self.sets)
+        };
+        let bytes = std::fs::read(&self.run).map_err(failed)?;
+        String::from_utf8(bytes).map_err(|error| {
+            let at = error.utf8_error().valid_up_to();
+            let (place, got) = (
+                self.run.display().to_string(),
+                format!("other bytes at byte {at}"),
+            );
+            Error::input("run.toml", place, "UTF-8", got, "save the file as UTF-8")
+        })
+    }
+
+    /// The run, with a model's name on the hub replaced by its directory in the local cache.
+    fn read(&self) -> Result<RunConfig> {
+        let place = self.run.display().to_string();
+        let mut config = RunConfig::parse(&self.text()?, &place, &self.sets)?;
+        if let Some(path) = &mut config.model.path {
+            *path = hub::resolve(path)?;
+        }
+        Ok(config)
     }
 }
 
@@ -95,9 +116,8 @@ fn main() -> ExitCode {
         Command::Plan(arguments) => inspect_run::plan(&arguments),
         Command::Generate(arguments) => model_out::generate(&arguments),
         Command::Export(arguments) => model_out::export(&arguments),
-        Command::Data {
-            command: DataCommand::Preview(arguments),
-        } => inspect_run::preview(&arguments),
+        Command::Data { command } => data::run(&command),
+        Command::Config { command } => config::run(&command),
         Command::Doctor(arguments) => inspect_run::doctor(&arguments),
         Command::Init { path } => init(&path),
     };

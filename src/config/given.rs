@@ -68,6 +68,19 @@ impl Given<'_> {
         }
     }
 
+    /// Weights: numbers above 0, or an empty list.
+    pub(super) fn weights(&self) -> Result<Vec<f64>> {
+        let values = self.value.as_array().map(|values| {
+            let weight = |value: &toml::Spanned<DeValue<'_>>| {
+                float(value.get_ref()).filter(|weight| weight.is_finite() && *weight > 0.0)
+            };
+            values.iter().map(weight).collect::<Option<Vec<f64>>>()
+        });
+        values
+            .flatten()
+            .ok_or_else(|| self.refuse("a list of numbers above 0"))
+    }
+
     pub(super) fn boolean(&self) -> Result<bool> {
         match self.value {
             DeValue::Boolean(value) => Ok(*value),

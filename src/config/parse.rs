@@ -1,7 +1,8 @@
 //! run.toml read, checked and written.
 //!
 //! - [`RunConfig::parse`] applies the file over the defaults, then each `--set` in order, then
-//!   checks what concerns two keys together. The first fault in the file's own order is the error.
+//!   checks what concerns two keys together. The first fault in the file's own order is the error;
+//!   [`RunConfig::faults`] has them all.
 //! - What [`RunConfig::to_toml`] writes, and the template, read back as the same configuration.
 //!
 //! No file is opened here: the caller brings the text. Single values are read in `given` by the
@@ -37,26 +38,7 @@ impl RunConfig {
     /// # Errors
     /// [`Error::Input`] with the line or `--set`, the key, what is right and what was there.
     pub fn parse(text: &str, place: &str, sets: &[String]) -> Result<RunConfig> {
-        let config = RunConfig::parse_quickstart(text, place, sets)?;
-        if config.model.path.is_none() {
-            let expected = "the directory of a model";
-            return Err(missing(
-                place,
-                "model.path",
-                expected,
-                "path = \"…\" under [model]",
-            ));
-        }
-        if config.data.train.is_empty() {
-            let expected = "at least one training file";
-            return Err(missing(
-                place,
-                "data.train",
-                expected,
-                "train = \"…\" under [data]",
-            ));
-        }
-        Ok(config)
+        Reading::of(text, place, sets, true).result()
     }
 
     /// As [`RunConfig::parse`], for a run whose model and data the program brings itself.
@@ -64,78 +46,42 @@ impl RunConfig {
     /// # Errors
     /// As [`RunConfig::parse`].
     pub fn parse_quickstart(text: &str, place: &str, sets: &[String]) -> Result<RunConfig> {
-        let mut config = RunConfig::default();
-        let mut given: Vec<&'static str> = Vec::new();
-        let mut named = |key: &'static Key| {
-            if (key.table, key.name) == ("train", "gradient_dtype") {
-                given.push(key.name);
-            }
-        };
-        apply_text(&mut config, text, place, &mut named)?;
-        if config.train.steps.is_some() && config.train.epochs.is_some() {
-            let (expected, remedy) = ("train.steps or train.epochs", "remove one of them");
-            return Err(Error::input(WHAT, place, expected, "both", remedy));
-        }
-        for set in sets {
-            apply_set(&mut config, set, &mut named)?;
-        }
-        if config.model.precision == Precision::Fp32 && given.is_empty() {
-            config.train.gradient_dtype = GradientDtype::F32;
-        }
-        config.validate(place)?;
-        Ok(config)
+        Reading::of(text, place, sets, false).result()
     }
 
-    /// What concerns two keys together.
-    fn validate(&self, place: &str) -> Result<()> {
-        let train = &self.train;
-        let wrong = |key: &str, expected: String, got: String, remedy: &str| {
-            Err(Error::input(
-                WHAT,
-                format!("{place}, {key}"),
-                expected,
-                got,
-                remedy,
-            ))
+    /// Every fault of `text` and `sets`, in their order; those between keys only where each key is
+    /// right by itself.
+    pub fn faults(text: &str, place: &str, sets: &[String]) -> Vec<Error> {
+        Reading::of(text, place, sets, true).faults
+    }
+
+    /// The run as [`RunConfig::to_toml`] writes it, each value with where it comes from.
+    ///
+    /// # Errors
+    /// As [`RunConfig::parse`].
+    pub fn explained(text: &str, place: &str, sets: &[String]) -> Result<String> {
+        let reading = Reading::of(text, place, sets, true);
+        let places = reading.places.clone();
+        let config = reading.result()?;
+        let origin = |key: &Key| {
+            let named = places.iter().rev().find(|(named, _)| *named == key.path());
+            named.map_or("default", |(_, place)| place).to_string()
         };
-        if train.steps.is_none() && train.epochs.is_none() {
-            let (expected, remedy) = ("train.steps or train.epochs", "epochs = 1 under [train]");
-            return Err(missing(place, "train.steps", expected, remedy));
-        }
-        if let Some(steps) = train.steps
-            && train.warmup_steps > steps
-        {
-            let (expected, got) = (format!("at most train.steps ({steps})"), train.warmup_steps);
-            let remedy = "lower it, or train for more steps";
-            return wrong("train.warmup_steps", expected, got.to_string(), remedy);
-        }
-        if train.min_learning_rate > train.learning_rate {
-            let expected = format!("at most train.learning_rate ({:?})", train.learning_rate);
-            let got = format!("{:?}", train.min_learning_rate);
-            return wrong("train.min_learning_rate", expected, got, "lower it");
-        }
-        if self.model.precision == Precision::Fp32 && train.gradient_dtype == GradientDtype::Bf16 {
-            let expected = "\"f32\" under model.precision \"fp32\"".to_string();
-            let got = "\"bf16\"".to_string();
-            let remedy = "leave it out, or use precision \"bf16\"";
-            return wrong("train.gradient_dtype", expected, got, remedy);
-        }
-        if train.eval_every > 0 && self.data.eval.is_empty() {
-            let expected = "0 without data.eval".to_string();
-            let (got, remedy) = (train.eval_every.to_string(), "name files in data.eval");
-            return wrong("train.eval_every", expected, got, remedy);
-        }
-        Ok(())
+        Ok(config.written(|key| format!("  # {}", origin(key))))
     }
 
     /// The run as a run.toml that [`RunConfig::parse`] reads back as the same.
     pub fn to_toml(&self) -> String {
+        self.written(|_| String::new())
+    }
+
+    fn written(&self, remark: impl Fn(&Key) -> String) -> String {
         let mut text = String::new();
         for (table, _) in TABLES {
             text.push_str(&format!("[{table}]\n"));
             for key in KEYS.iter().filter(|key| key.table == table) {
                 if let Some(value) = (key.get)(self) {
-                    text.push_str(&format!("{} = {value}\n", key.name));
+                    text.push_str(&format!("{} = {value}{}\n", key.name, remark(key)));
                 }
             }
             text.push('\n');
@@ -193,76 +139,239 @@ pub fn commented_template() -> String {
     text
 }
 
+/// The tables in the order in which a file has them.
+pub(super) fn tables() -> impl Iterator<Item = &'static str> {
+    TABLES.iter().map(|(table, _)| *table)
+}
+
+/// The keys of a table with their defaults as TOML, empty where there is none.
+pub(super) fn defaults_of(table: &str) -> impl Iterator<Item = (String, &'static str)> {
+    let keys = KEYS.iter().filter(move |key| key.table == table);
+    keys.map(|key| (key.path(), key.default))
+}
+
 fn missing(place: &str, key: &str, expected: &str, remedy: &str) -> Error {
     let place = format!("{place}, {key}");
     Error::input(WHAT, place, expected, "nothing", format!("add {remedy}"))
 }
 
-fn apply_text(
-    config: &mut RunConfig,
-    text: &str,
-    place: &str,
-    named: &mut impl FnMut(&'static Key),
-) -> Result<()> {
-    let tables = DeTable::parse(text).map_err(|source| {
-        let place = match source.span() {
-            Some(span) => format!("{place} line {}", line(text, span.start)),
-            None => place.to_string(),
-        };
-        let got = printable(&source.message().replace('\n', ", "));
-        Error::input(WHAT, place, "TOML", got, "correct the line")
-    })?;
-    for (name, value) in in_order(tables.get_ref()) {
-        let at = format!("{place} line {}", line(text, name.span().start));
-        let table = known_table(&at, name.get_ref())?;
-        let DeValue::Table(keys) = value.get_ref() else {
-            let (expected, got) = (format!("a table [{table}]"), shown(value.get_ref()));
-            let remedy = format!("write its keys under [{table}]");
-            return Err(Error::input(WHAT, at, expected, got, remedy));
-        };
-        for (name, value) in in_order(keys) {
-            let at = format!("{place} line {}", line(text, name.span().start));
-            let key = known_key(&at, table, name.get_ref())?;
-            named(key);
-            let place = format!("{at}, {}", key.path());
-            let value = value.get_ref();
-            (key.set)(config, &Given { key, place, value })?;
-        }
-    }
-    Ok(())
+/// A run.toml while it is read: every fault is kept.
+struct Reading {
+    config: RunConfig,
+    faults: Vec<Error>,
+    /// Keys that were named, with `a.toml line 3` or `--set`, in order.
+    places: Vec<(String, String)>,
 }
 
-fn apply_set(
-    config: &mut RunConfig,
-    set: &str,
-    named: &mut impl FnMut(&'static Key),
-) -> Result<()> {
-    let malformed = || {
-        let got = printable(set);
-        Error::input(
-            WHAT,
-            "--set",
-            "table.key=value",
-            got,
-            "write it as train.steps=20",
-        )
-    };
-    let (path, text) = set.split_once('=').ok_or_else(malformed)?;
-    let (table, name) = path.trim().split_once('.').ok_or_else(malformed)?;
-    let place = format!("--set {}", printable(path.trim()));
-    let key = known_key(&place, known_table(&place, table)?, name)?;
-    let text = text.trim();
-    let parsed = DeValue::parse(text).map(|value| value.into_inner());
-    // What is no TOML is a bare word: 24GiB, runs/b, cosine.
-    let value = parsed.unwrap_or_else(|_| DeValue::String(text.into()));
-    match key.name {
-        "steps" => config.train.epochs = None,
-        "epochs" => config.train.steps = None,
-        _ => {}
+impl Reading {
+    /// Reads `text`, then `sets`; `whole` runs name a model and data.
+    fn of(text: &str, place: &str, sets: &[String], whole: bool) -> Reading {
+        let mut reading = Reading {
+            config: RunConfig::default(),
+            faults: Vec::new(),
+            places: Vec::new(),
+        };
+        reading.apply_text(text, place);
+        let train = &reading.config.train;
+        if train.steps.is_some() && train.epochs.is_some() {
+            let (expected, remedy) = ("train.steps or train.epochs", "remove one of them");
+            let both = Error::input(WHAT, place, expected, "both", remedy);
+            reading.faults.push(both);
+        }
+        for set in sets {
+            if let Err(fault) = reading.apply_set(set) {
+                reading.faults.push(fault);
+            }
+        }
+        let named = |key: &str| reading.places.iter().any(|(named, _)| named == key);
+        if reading.config.model.precision == Precision::Fp32 && !named("train.gradient_dtype") {
+            reading.config.train.gradient_dtype = GradientDtype::F32;
+        }
+        if reading.faults.is_empty() {
+            reading.check_keys_together(place);
+            reading.check_lists(place);
+            if whole {
+                reading.check_whole(place);
+            }
+        }
+        reading
     }
-    named(key);
-    let value = &value;
-    (key.set)(config, &Given { key, place, value })
+
+    fn result(mut self) -> Result<RunConfig> {
+        match self.faults.is_empty() {
+            true => Ok(self.config),
+            false => Err(self.faults.swap_remove(0)),
+        }
+    }
+
+    /// The refusal of a key that does not go with another.
+    fn refuse(&mut self, place: &str, key: &str, expected: String, got: String, remedy: &str) {
+        let named = self.places.iter().rev().find(|(named, _)| named == key);
+        let place = match named {
+            Some((_, place)) if place == "--set" => format!("--set {key}"),
+            Some((_, place)) => format!("{place}, {key}"),
+            None => format!("{place}, {key}"),
+        };
+        let fault = Error::input(WHAT, place, expected, got, remedy);
+        self.faults.push(fault);
+    }
+
+    /// What concerns two keys together.
+    fn check_keys_together(&mut self, place: &str) {
+        let train = self.config.train.clone();
+        if train.steps.is_none() && train.epochs.is_none() {
+            let (expected, remedy) = ("train.steps or train.epochs", "epochs = 1 under [train]");
+            self.faults
+                .push(missing(place, "train.steps", expected, remedy));
+        }
+        if let Some(steps) = train.steps
+            && train.warmup_steps > steps
+        {
+            let (expected, got) = (format!("at most train.steps ({steps})"), train.warmup_steps);
+            let remedy = "lower it, or train for more steps";
+            self.refuse(
+                place,
+                "train.warmup_steps",
+                expected,
+                got.to_string(),
+                remedy,
+            );
+        }
+        if train.min_learning_rate > train.learning_rate {
+            let expected = format!("at most train.learning_rate ({:?})", train.learning_rate);
+            let got = format!("{:?}", train.min_learning_rate);
+            self.refuse(place, "train.min_learning_rate", expected, got, "lower it");
+        }
+        let fp32 = self.config.model.precision == Precision::Fp32;
+        if fp32 && train.gradient_dtype == GradientDtype::Bf16 {
+            let expected = "\"f32\" under model.precision \"fp32\"".to_string();
+            let got = "\"bf16\"".to_string();
+            let remedy = "leave it out, or use precision \"bf16\"";
+            self.refuse(place, "train.gradient_dtype", expected, got, remedy);
+        }
+    }
+
+    /// What concerns the lists of data together.
+    fn check_lists(&mut self, place: &str) {
+        let (lists, eval_every) = (self.config.data.clone(), self.config.train.eval_every);
+        if eval_every > 0 && lists.eval.is_empty() && lists.eval_split == 0.0 {
+            let expected = "0 without data.eval".to_string();
+            let remedy = "name files in data.eval, or set data.eval_split";
+            self.refuse(
+                place,
+                "train.eval_every",
+                expected,
+                eval_every.to_string(),
+                remedy,
+            );
+        }
+        if lists.eval_split > 0.0 && !lists.eval.is_empty() {
+            let expected = "0 with data.eval".to_string();
+            let got = format!("{:?}", lists.eval_split);
+            self.refuse(place, "data.eval_split", expected, got, "give one of them");
+        }
+        if !lists.mix.is_empty() && lists.mix.len() != lists.train.len() {
+            let expected = format!("{} weights, as data.train has sources", lists.train.len());
+            let got = lists.mix.len().to_string();
+            self.refuse(
+                place,
+                "data.mix",
+                expected,
+                got,
+                "give each source one weight",
+            );
+        }
+    }
+
+    /// What a run needs that brings nothing itself.
+    fn check_whole(&mut self, place: &str) {
+        if self.config.model.path.is_none() {
+            let (expected, remedy) = ("the directory of a model", "path = \"…\" under [model]");
+            self.faults
+                .push(missing(place, "model.path", expected, remedy));
+        }
+        if self.config.data.train.is_empty() {
+            let (expected, remedy) = ("at least one training file", "train = \"…\" under [data]");
+            self.faults
+                .push(missing(place, "data.train", expected, remedy));
+        }
+    }
+
+    fn apply_text(&mut self, text: &str, place: &str) {
+        let tables = match DeTable::parse(text) {
+            Ok(tables) => tables,
+            Err(source) => {
+                let place = match source.span() {
+                    Some(span) => format!("{place} line {}", line(text, span.start)),
+                    None => place.to_string(),
+                };
+                let got = printable(&source.message().replace('\n', ", "));
+                let fault = Error::input(WHAT, place, "TOML", got, "correct the line");
+                self.faults.push(fault);
+                return;
+            }
+        };
+        for (name, value) in in_order(tables.get_ref()) {
+            let at = format!("{place} line {}", line(text, name.span().start));
+            let table = match known_table(&at, name.get_ref()) {
+                Ok(table) => table,
+                Err(fault) => {
+                    self.faults.push(fault);
+                    continue;
+                }
+            };
+            let DeValue::Table(keys) = value.get_ref() else {
+                let (expected, got) = (format!("a table [{table}]"), shown(value.get_ref()));
+                let remedy = format!("write its keys under [{table}]");
+                let fault = Error::input(WHAT, at, expected, got, remedy);
+                self.faults.push(fault);
+                continue;
+            };
+            for (name, value) in in_order(keys) {
+                let at = format!("{place} line {}", line(text, name.span().start));
+                if let Err(fault) = self.apply(table, name.get_ref(), value.get_ref(), &at) {
+                    self.faults.push(fault);
+                }
+            }
+        }
+    }
+
+    /// Applies one value of the text, which stands at `at`.
+    fn apply(
+        &mut self,
+        table: &'static str,
+        name: &str,
+        value: &DeValue<'_>,
+        at: &str,
+    ) -> Result<()> {
+        let key = known_key(at, table, name)?;
+        self.places.push((key.path(), at.to_string()));
+        let place = format!("{at}, {}", key.path());
+        (key.set)(&mut self.config, &Given { key, place, value })
+    }
+
+    fn apply_set(&mut self, set: &str) -> Result<()> {
+        let malformed = || {
+            let (got, remedy) = (printable(set), "write it as train.steps=20");
+            Error::input(WHAT, "--set", "table.key=value", got, remedy)
+        };
+        let (path, text) = set.split_once('=').ok_or_else(malformed)?;
+        let (table, name) = path.trim().split_once('.').ok_or_else(malformed)?;
+        let place = format!("--set {}", printable(path.trim()));
+        let key = known_key(&place, known_table(&place, table)?, name)?;
+        let text = text.trim();
+        let parsed = DeValue::parse(text).map(|value| value.into_inner());
+        // What is no TOML is a bare word: 24GiB, runs/b, cosine.
+        let value = parsed.unwrap_or_else(|_| DeValue::String(text.into()));
+        match key.name {
+            "steps" => self.config.train.epochs = None,
+            "epochs" => self.config.train.steps = None,
+            _ => {}
+        }
+        self.places.push((key.path(), "--set".to_string()));
+        let value = &value;
+        (key.set)(&mut self.config, &Given { key, place, value })
+    }
 }
 
 /// Entries as the text has them, so that its first fault is the one reported.

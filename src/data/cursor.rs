@@ -82,9 +82,11 @@ impl Batches {
         Ok(batches)
     }
 
-    /// The next step's micro-batches, each with a target, as every row has one.
-    pub fn next_step(&mut self) -> Vec<Micro> {
+    /// The next step's micro-batches, each with a target, as every row has one; [`Error::Io`] where
+    /// a row's file cannot be read.
+    pub fn next_step(&mut self) -> Result<Vec<Micro>> {
         let mut micros = Vec::new();
+        let mut marked = Vec::new();
         for _ in 0..self.micro_batches {
             let mut micro = Micro::default();
             for _ in 0..self.micro_batch {
@@ -92,13 +94,13 @@ impl Batches {
                     self.enter(self.cursor.epoch + 1);
                 }
                 for &row in self.plan.rows(self.cursor.sequence) {
-                    self.dataset.append_row(row, &mut micro);
+                    self.dataset.append_row(row, &mut marked, &mut micro)?;
                 }
                 self.cursor.sequence += 1;
             }
             micros.push(micro);
         }
-        micros
+        Ok(micros)
     }
 
     /// Where the next step begins.
@@ -167,7 +169,7 @@ impl Batches {
     }
 
     fn plan_of(&self, epoch: u64) -> EpochPlan {
-        let order = epoch_order(self.dataset.rows(), self.seed, epoch, self.shuffle);
+        let order = self.dataset.epoch_order(self.seed, epoch, self.shuffle);
         EpochPlan::new(
             order,
             |row| self.dataset.row_len(row),
@@ -179,7 +181,9 @@ impl Batches {
 
 /// Tokens a place of the sequences of `plan`.
 pub(super) fn efficiency(dataset: &Dataset, plan: &EpochPlan, seq_len: u64) -> f64 {
-    dataset.stats().tokens as f64 / (plan.sequences() as f64 * seq_len as f64)
+    let rows = (0..plan.sequences()).flat_map(|sequence| plan.rows(sequence));
+    let tokens: u64 = rows.map(|&row| dataset.row_len(row)).sum();
+    tokens as f64 / (plan.sequences() as f64 * seq_len as f64)
 }
 
 /// The plan of `dataset` in file order.
@@ -194,18 +198,19 @@ pub(super) fn plan_in_order(dataset: &Dataset, config: &DataConfig) -> EpochPlan
 }
 
 /// The micro-batches of an evaluation: every row once, in file order; the last may hold fewer
-/// sequences.
-pub fn eval_micros(dataset: &Dataset, config: &DataConfig, micro_batch: u64) -> Vec<Micro> {
+/// sequences. [`Error::Io`] where a row's file cannot be read.
+pub fn eval_micros(dataset: &Dataset, config: &DataConfig, micro_batch: u64) -> Result<Vec<Micro>> {
     let plan = plan_in_order(dataset, config);
     let mut micros: Vec<Micro> = Vec::new();
+    let mut marked = Vec::new();
     for sequence in 0..plan.sequences() {
         if sequence % micro_batch.max(1) == 0 {
             micros.push(Micro::default());
         }
         let micro = micros.last_mut().expect("pushed for the first sequence");
         for &row in plan.rows(sequence) {
-            dataset.append_row(row, micro);
+            dataset.append_row(row, &mut marked, micro)?;
         }
     }
-    micros
+    Ok(micros)
 }

@@ -166,13 +166,13 @@ pub fn read(row: &Value, format: DataFormat, calls_as_text: bool) -> Result<Row,
     }
 }
 
-fn object(row: &Value) -> Result<&Map<String, Value>, Fault> {
+pub(super) fn object(row: &Value) -> Result<&Map<String, Value>, Fault> {
     row.as_object()
         .ok_or_else(|| Fault::new("a JSON object", kind(row), "write one {…} a row"))
 }
 
 /// `a list`, `a number`: what a value is, in words.
-fn kind(value: &Value) -> &'static str {
+pub(super) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "true or false",
@@ -308,7 +308,7 @@ fn turn(message: &Value, calls_as_text: bool) -> Result<Turn, Fault> {
     })
 }
 
-fn keys(row: &Map<String, Value>) -> String {
+pub(super) fn keys(row: &Map<String, Value>) -> String {
     let seen: Vec<String> = row.keys().take(12).map(|key| printable(key)).collect();
     format!(
         "the keys {}",
@@ -329,7 +329,7 @@ fn unknown_role(got: &Value, known: &str) -> Fault {
 }
 
 /// A message's content as text: parts are put together.
-fn content(value: Option<&Value>) -> Result<String, Fault> {
+pub(super) fn content(value: Option<&Value>) -> Result<String, Fault> {
     match value {
         None | Some(Value::Null) => Ok(String::new()),
         Some(Value::String(text)) => Ok(text.clone()),

@@ -7,9 +7,10 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use super::cursor::{efficiency, plan_in_order};
-use super::{Dataset, TextTokenizer};
+use super::packing::EpochPlan;
+use super::{Dataset, LENGTH_BINS, Row, TextTokenizer};
 use crate::config::DataConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, printable};
 
 /// How [`preview`] prints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,6 +46,15 @@ pub fn preview(
             write_row(dataset, row, tokenizer, options, out)?;
         }
     }
+    write_numbers(dataset, config, &plan, out)
+}
+
+fn write_numbers(
+    dataset: &Dataset,
+    config: &DataConfig,
+    plan: &EpochPlan,
+    out: &mut dyn Write,
+) -> Result<()> {
     let stats = dataset.stats();
     let sequences = plan.sequences();
     write(writeln!(
@@ -62,11 +72,72 @@ pub fn preview(
         "{sequences} sequences of at most {} tokens, {:.1} % full; {} rows cut, {} empty \
          texts left out{}",
         config.seq_len,
-        100.0 * efficiency(dataset, &plan, config.seq_len),
+        100.0 * efficiency(dataset, plan, config.seq_len),
         stats.truncated,
         stats.left_out,
         stats.without_targets_text(),
-    ))
+    ))?;
+    let sources = dataset.sources();
+    if sources.len() > 1 {
+        let total: u64 = sources.iter().map(|source| source.tokens).sum();
+        for source in &sources {
+            write(writeln!(
+                out,
+                "source {}: {} rows, {} tokens ({:.1} %), {:.1} % of an epoch's rows",
+                printable(&source.name),
+                source.rows,
+                source.tokens,
+                100.0 * source.tokens as f64 / total.max(1) as f64,
+                100.0 * source.share,
+            ))?;
+        }
+    }
+    write_lengths(dataset, out)
+}
+
+/// Columns of the longest bar.
+const BAR: u64 = 40;
+
+/// Row lengths as they are trained on in percentiles, and as the files have them as a histogram.
+fn write_lengths(dataset: &Dataset, out: &mut dyn Write) -> Result<()> {
+    let mut lengths: Vec<u64> = (0..dataset.rows())
+        .map(|row| dataset.row_len(row))
+        .collect();
+    lengths.sort_unstable();
+    let at = |percent: usize| lengths[(lengths.len() - 1) * percent / 100];
+    write(writeln!(
+        out,
+        "row lengths: half are at most {} tokens, 90 % {}, 99 % {}",
+        at(50),
+        at(90),
+        at(99)
+    ))?;
+    let counts = dataset.stats().lengths;
+    let most = counts.iter().copied().max().unwrap_or(0);
+    let used = |&bin: &usize| counts[bin] > 0;
+    let (Some(first), Some(last)) = ((0..LENGTH_BINS).find(used), (0..LENGTH_BINS).rfind(used))
+    else {
+        return Ok(());
+    };
+    write(writeln!(
+        out,
+        "rows of the files by tokens, before they are cut or split:"
+    ))?;
+    for bin in first..=last {
+        let (low, high) = (
+            if bin == 0 { 1 } else { (1u64 << (bin - 1)) + 1 },
+            1u64 << bin,
+        );
+        let bar = usize::try_from((counts[bin] * BAR).div_ceil(most)).unwrap_or(0);
+        let range = if bin == LENGTH_BINS - 1 {
+            format!("{low} or more")
+        } else {
+            format!("{low}–{high}")
+        };
+        let line = format!("{range:>17} {:█<bar$} {}", "", counts[bin]);
+        write(writeln!(out, "{line}"))?;
+    }
+    Ok(())
 }
 
 fn write_row(
@@ -76,7 +147,7 @@ fn write_row(
     options: PreviewOptions,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let ids = dataset.row(row);
+    let Row { ids, trained } = dataset.row(row)?;
     write(writeln!(
         out,
         "--- {}, {} tokens",
@@ -84,7 +155,7 @@ fn write_row(
         ids.len()
     ))?;
     // The first token is predicted by nothing, so it counts as masked.
-    let trained = |index: usize| index > 0 && dataset.is_trained(row, index);
+    let trained = |index: usize| index > 0 && trained[index];
     let (open, close) = if options.colour {
         ("\x1b[2m", "\x1b[0m")
     } else {
@@ -109,7 +180,7 @@ fn write_row(
     }
     write(writeln!(out))?;
     if options.ids {
-        write(writeln!(out, "ids {}", listed(ids)))?;
+        write(writeln!(out, "ids {}", listed(&ids)))?;
     }
     Ok(())
 }

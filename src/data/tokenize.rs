@@ -6,19 +6,23 @@
 //! - A long document is tokenized in pieces by several threads. A piece ends where a line ends;
 //!   each seam is proven by tokenizing across it, and where one proof fails the document is
 //!   tokenized whole.
+//! - Words that came before are not tokenized again, where that is the same (`words`).
 //!
 //! Not here: which tokens are trained on (`sample`), what a conversation looks like (`templates`).
 
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 use serde_json::Value;
 use tokenizers::{PostProcessor, PostProcessorWrapper, Tokenizer};
+use twox_hash::XxHash3_128;
 
 use super::formats::Fault;
 use super::templates::ChatTemplate;
+use super::words::{Cuts, WordCache};
 use crate::error::{Error, Result, printable};
 
 /// Most bytes of a tokenizer.json.
@@ -39,6 +43,12 @@ pub struct TextTokenizer {
     eos: Option<u32>,
     eos_ids: Vec<u32>,
     ids_end: u64,
+    /// Of tokenizer.json, tokenizer_config.json and the template.
+    files_hash: u128,
+    /// Where a text may be cut into words.
+    cuts: Option<Cuts>,
+    /// As many as there were threads at once.
+    caches: Mutex<Vec<WordCache>>,
 }
 
 impl std::fmt::Debug for TextTokenizer {
@@ -106,30 +116,21 @@ impl TextTokenizer {
         };
         // The library panics where a decoder is not JSON.
         serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| wrong(e.into()))?;
+        let mut files_hash = XxHash3_128::new();
+        for bytes in [json, config, template.unwrap_or_default()] {
+            files_hash.write(&bytes.len().to_le_bytes());
+            files_hash.write(bytes);
+        }
         let mut tokenizer = Tokenizer::from_bytes(json).map_err(wrong)?;
         tokenizer.with_truncation(None).map_err(wrong)?;
         tokenizer.with_padding(None);
         let post_processor = tokenizer.get_post_processor().cloned();
         tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         let largest = tokenizer.get_vocab(true).into_values().max();
+        let cuts = Cuts::of(&tokenizer);
         let config = parse_json(config, place)?;
         let special = special_tokens(&config);
-        let eos_name = special
-            .iter()
-            .find(|(name, _)| name == "eos_token")
-            .map(|(_, text)| text);
-        let eos = match eos_name {
-            Some(text) => Some(tokenizer.token_to_id(text).ok_or_else(|| {
-                Error::input(
-                    "tokenizer",
-                    place,
-                    format!("the eos_token {} of tokenizer_config.json", printable(text)),
-                    "a vocabulary without it",
-                    "take both files from the same model",
-                )
-            })?),
-            None => None,
-        };
+        let eos = eos_of(&tokenizer, &special, place)?;
         let source = match template {
             Some(bytes) => Some(String::from_utf8(bytes.to_vec()).map_err(|_| {
                 Error::input(
@@ -156,6 +157,9 @@ impl TextTokenizer {
             eos,
             eos_ids: eos.into_iter().collect(),
             ids_end: largest.map_or(0, |id| u64::from(id) + 1),
+            files_hash: files_hash.finish_128(),
+            cuts,
+            caches: Mutex::default(),
         })
     }
 
@@ -233,6 +237,21 @@ impl TextTokenizer {
 
     /// Ids of `text`, as [`TextTokenizer::encode`].
     pub(super) fn ids_of(&self, text: &str, add_special: bool) -> Result<Vec<u32>, Fault> {
+        let Some(cuts) = self.cuts else {
+            return self.ids_of_whole(text, add_special);
+        };
+        let (before, behind) = match add_special {
+            true => self.affixes()?,
+            false => Default::default(),
+        };
+        let mut ids = Vec::with_capacity(before.len() + text.len() / 4 + behind.len());
+        ids.extend(before);
+        self.words(text, cuts, |id, _| ids.push(id))?;
+        ids.extend(behind);
+        Ok(ids)
+    }
+
+    fn ids_of_whole(&self, text: &str, add_special: bool) -> Result<Vec<u32>, Fault> {
         let mut encoding = self
             .tokenizer
             .encode_fast(text, false)
@@ -247,25 +266,53 @@ impl TextTokenizer {
 
     /// Ids of `text` with the byte at which each begins, nothing added.
     pub(super) fn ids_and_starts(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>), Fault> {
+        let Some(cuts) = self.cuts else {
+            return self.encode_piece(text);
+        };
+        let (mut ids, mut starts) = (Vec::new(), Vec::new());
+        self.words(text, cuts, |id, start| {
+            ids.push(id);
+            starts.push(start);
+        })?;
+        Ok((ids, starts))
+    }
+
+    fn words(&self, text: &str, cuts: Cuts, sink: impl FnMut(u32, usize)) -> Result<(), Fault> {
+        let lock = || self.caches.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = lock().pop().unwrap_or_default();
+        let done = cache.tokenize(text, cuts, |piece| self.encode_piece(piece), sink);
+        lock().push(cache);
+        done
+    }
+
+    fn encode_piece(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>), Fault> {
         let encoding = self
             .tokenizer
             .encode(text, false)
             .map_err(|error| tokenizer_fault(&error))?;
-        let starts = encoding
-            .get_offsets()
-            .iter()
-            .map(|offsets| offsets.0)
-            .collect();
-        Ok((encoding.get_ids().to_vec(), starts))
+        let starts = encoding.get_offsets().iter().map(|offsets| offsets.0);
+        Ok((encoding.get_ids().to_vec(), starts.collect()))
     }
 
     /// The ids that the model expects before any text.
     pub(super) fn leading_ids(&self) -> Result<Vec<u32>, Fault> {
-        let (whole, plain) = (self.ids_of("a", true)?, self.ids_of("a", false)?);
-        let at = (0..whole.len())
-            .find(|&at| whole[at..].starts_with(&plain))
-            .unwrap_or(0);
-        Ok(whole[..at].to_vec())
+        Ok(self.affixes()?.0)
+    }
+
+    /// What special tokens add before and behind a text.
+    fn affixes(&self) -> Result<(Vec<u32>, Vec<u32>), Fault> {
+        let (whole, plain) = (
+            self.ids_of_whole("a", true)?,
+            self.ids_of_whole("a", false)?,
+        );
+        let at = (0..whole.len()).find(|&at| whole[at..].starts_with(&plain));
+        let (before, rest) = whole.split_at(at.unwrap_or(0));
+        let behind = if at.is_some() {
+            &rest[plain.len()..]
+        } else {
+            &[]
+        };
+        Ok((before.to_vec(), behind.to_vec()))
     }
 
     /// Ids of a document: what the model expects first, the text, and its end.
@@ -280,6 +327,39 @@ impl TextTokenizer {
             ids.push(eos);
         }
         Ok(ids)
+    }
+
+    /// Whether a long text may be tokenized part by part, each after the end of a line.
+    pub(super) fn cuts_lines(&self) -> bool {
+        self.cuts == Some(Cuts::SpacesAndLines)
+    }
+
+    /// Ids of a part of a document, which begins or ends it or both.
+    pub(super) fn document_piece(
+        &self,
+        text: &str,
+        first: bool,
+        last: bool,
+    ) -> Result<Vec<u32>, Fault> {
+        let mut ids = if first {
+            self.leading_ids()?
+        } else {
+            Vec::new()
+        };
+        match self.pieces(text)? {
+            Some(pieces) => ids.extend(pieces),
+            None => ids.extend(self.ids_of(text, false)?),
+        }
+        if let Some(eos) = self.eos.filter(|eos| last && ids.last() != Some(eos)) {
+            ids.push(eos);
+        }
+        Ok(ids)
+    }
+
+    /// A checksum of the files that it was made from and of the date that a template may print.
+    pub(super) fn fingerprint(&self) -> u128 {
+        let date = self.template.as_ref().map_or(0, ChatTemplate::date);
+        XxHash3_128::oneshot(format!("{:032x} {date}", self.files_hash).as_bytes())
     }
 
     /// Ids of a long text, piece by piece; `None` where it is short or a seam would show.
@@ -334,6 +414,22 @@ fn seams(text: &str) -> Vec<usize> {
         }
     }
     seams
+}
+
+/// The id that ends a document, where tokenizer_config.json names one.
+fn eos_of(tokenizer: &Tokenizer, special: &[(String, String)], place: &str) -> Result<Option<u32>> {
+    let Some((_, text)) = special.iter().find(|(name, _)| name == "eos_token") else {
+        return Ok(None);
+    };
+    tokenizer.token_to_id(text).map(Some).ok_or_else(|| {
+        Error::input(
+            "tokenizer",
+            place,
+            format!("the eos_token {} of tokenizer_config.json", printable(text)),
+            "a vocabulary without it",
+            "take both files from the same model",
+        )
+    })
 }
 
 fn tokenizer_fault(error: &tokenizers::Error) -> Fault {
@@ -393,7 +489,7 @@ fn parse_json(bytes: &[u8], place: &str) -> Result<Value> {
 }
 
 /// The file's bytes, `None` where there is none; an error above `bytes_max`.
-fn read_capped(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>> {
+pub(super) fn read_capped(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

@@ -2,12 +2,15 @@
 
     python3 tests/golden/make_data.py [MATERIAL]        (transformers 5.24.0, tokenizers 0.23)
 
-Cases "quickstart", "smollm2" and "qwen3" are three chat templates with the quickstart tokenizer.
+Cases "quickstart", "smollm2", "qwen3", "llama3" and "mistral" are chat templates with the
+quickstart tokenizer. A file of which a template refuses a row is left out of its case.
 With MATERIAL, a folder that holds smollm2-135m-instruct/ and qwen3-tokenizer/, also
 "smollm2-own" and "qwen3-own": the same templates with the models' own tokenizers.
 
-The mask is made without Terrace's method: these three templates write an assistant turn between
-"<|im_start|>assistant\n" and "<|im_end|>\n", and no fixture row contains those.
+The mask is made without Terrace's method: the first three templates write an assistant turn
+between "<|im_start|>assistant\n" and "<|im_end|>\n", Mistral's between "[/INST]" and the end of the
+text, and no fixture row contains those. That of "llama3" marks its answers, and transformers makes
+the mask of that.
 """
 
 import json
@@ -15,13 +18,21 @@ import pathlib
 import re
 import sys
 
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROWS = ROOT / "tests/fixtures/data"
 QUICKSTART = ROOT / "src/data/quickstart"
+TEMPLATES = ["smollm2", "qwen3", "llama3", "mistral"]
 FILES = ["identity.json", "sharegpt.json", "messages.jsonl", "parts.jsonl", "thinking.jsonl", "questions.jsonl"]
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+
+
+SPANS = {
+    "im_start": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",
+    "[INST]": r"\[/INST\](.*?<\|endoftext\|>)",
+}
 
 
 def fnv(numbers):
@@ -72,7 +83,13 @@ def sample(tokenizer, template, row):
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert encoded["input_ids"] == ids
-    spans = [m.span(1) for m in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)", text, re.S)]
+    if re.search(r"{%-?\s*generation\s*-?%}", template):
+        marked = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
+        return text, ids, [int(mark) for mark in marked["assistant_masks"]]
+    pattern = next(pattern for mark, pattern in SPANS.items() if mark in template)
+    spans = [m.span(1) for m in re.finditer(pattern, text, re.S)]
     assert len(spans) == sum(message["role"] == "assistant" for message in messages)
     starts = [start for start, _ in encoded["offset_mapping"]]
     mask = [int(any(begin <= start < end for begin, end in spans)) for start in starts]
@@ -84,18 +101,23 @@ def case(tokenizer, template):
     for name in FILES:
         rows = []
         for index, row in enumerate(read(name)):
-            text, ids, mask = sample(tokenizer, template, row)
+            try:
+                text, ids, mask = sample(tokenizer, template, row)
+            except TemplateError:
+                rows = None
+                break
             golden = {"count": len(ids), "trained": sum(mask), "ids": fnv(ids), "mask": fnv(mask)}
             if index == 0:
                 golden["full"] = {"text": text, "ids": ids, "mask": "".join(map(str, mask))}
             rows.append(golden)
-        files[name] = rows
+        if rows is not None:
+            files[name] = rows
     return files
 
 
 def main():
     quickstart = AutoTokenizer.from_pretrained(QUICKSTART)
-    templates = {name: (ROWS / f"{name}.jinja").read_text(encoding="utf-8") for name in ("smollm2", "qwen3")}
+    templates = {name: (ROWS / f"{name}.jinja").read_text(encoding="utf-8") for name in TEMPLATES}
     cases = {"quickstart": case(quickstart, quickstart.chat_template)}
     for name, template in templates.items():
         cases[name] = case(quickstart, template)

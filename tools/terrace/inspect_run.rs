@@ -1,12 +1,9 @@
-//! `terrace plan`, `terrace data preview`, `terrace doctor`: looking without training.
+//! `terrace plan`, `terrace doctor`: looking without training.
 
-use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use clap::Args;
 use terrace::config::{RunConfig, Size};
-use terrace::data::preview::{PreviewOptions, preview as write_preview};
-use terrace::data::{Dataset, TextTokenizer};
 use terrace::device::cuda;
 use terrace::error::{Error, Result};
 use terrace::hf;
@@ -286,45 +283,6 @@ fn override_rates(arguments: &PlanArguments, rates: &mut Rates) -> Result<()> {
     };
     factor("--gemm", arguments.gemm, 1e12, &mut rates.gemm)?;
     factor("--adamw", arguments.adamw, 1e9, &mut rates.adamw)
-}
-
-/// Arguments of `terrace data preview`.
-#[derive(Args)]
-pub(crate) struct PreviewArguments {
-    #[command(flatten)]
-    file: RunFile,
-    /// Sequences to print
-    #[arg(long, short = 'n', default_value_t = 3)]
-    sequences: u64,
-    /// Print token ids too
-    #[arg(long)]
-    ids: bool,
-}
-
-/// Runs `terrace data preview`.
-pub(crate) fn preview(arguments: &PreviewArguments) -> Result<()> {
-    let config: RunConfig = arguments.file.read()?;
-    let dir = model_dir(&config)?;
-    let (spec, _) = hf::read_config(dir)?;
-    let tokenizer = dir.join("tokenizer.json").exists();
-    let tokenizer = tokenizer
-        .then(|| TextTokenizer::load(dir, spec.vocab_size))
-        .transpose()?;
-    let files = &config.data.train;
-    let dataset = Dataset::load(files, &config.data, tokenizer.as_ref(), spec.vocab_size)?;
-    let stdout = std::io::stdout();
-    let options = PreviewOptions {
-        sequences: arguments.sequences,
-        colour: stdout.is_terminal(),
-        ids: arguments.ids,
-    };
-    write_preview(
-        &dataset,
-        &config.data,
-        tokenizer.as_ref(),
-        options,
-        &mut stdout.lock(),
-    )
 }
 
 /// Arguments of `terrace doctor`.
