@@ -8,7 +8,7 @@
 //!     cargo bench --bench card -- --config tests/fixtures/configs/qwen2.5-7b/config.json \
 //!         --layers 14 --micro-batch 16 --micro-batches 4 [--seq-len 1024] [--clip 1] [--steps 5] \
 //!         [--device-memory 125GiB] [--host-memory 100GiB] [--store DIR --store-size 56GiB] \
-//!         [--recompute all] [--deferred LAYERS] [--trace FILE]
+//!         [--recompute all] [--deferred FIRST+LAST] [--trace FILE]
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -21,7 +21,7 @@ use terrace::error::{Error, Result};
 use terrace::machine;
 use terrace::measure::measure_rates;
 use terrace::model::ModelSpec;
-use terrace::plan::{Plan, Purpose, bytes_text};
+use terrace::plan::{Deferred, Plan, Purpose, bytes_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::simulate::{fastest, simulate};
 use terrace::stats::WAIT_NAMES;
@@ -35,8 +35,8 @@ struct Arguments {
     steps: usize,
     device: String,
     trace: Option<PathBuf>,
-    /// Layers updated under the next forward, instead of as many as the rates suggest.
-    deferred: Option<u16>,
+    /// Layers updated under the next forward, instead of those that the rates suggest.
+    deferred: Option<Deferred>,
 }
 
 fn size(text: &str) -> Size {
@@ -85,7 +85,14 @@ fn arguments() -> Arguments {
             "--store" => store = Some(PathBuf::from(value)),
             "--store-size" => store_size = size(&value),
             "--recompute" if value == "all" => run.memory.recompute = Recompute::All,
-            "--deferred" => given.deferred = Some(number() as u16),
+            "--deferred" => {
+                let (first, last) = value.split_once('+').expect("--deferred FIRST+LAST");
+                let count = |text: &str| text.parse().expect("a number of layers");
+                given.deferred = Some(Deferred {
+                    first: count(first),
+                    last: count(last),
+                });
+            }
             "--trace" => given.trace = Some(value.into()),
             _ => panic!("unknown argument {word} {value}"),
         }
@@ -137,7 +144,7 @@ fn bench(arguments: &Arguments) -> Result<()> {
     };
     println!(
         "{} of {} layers are updated under the next forward",
-        plan.deferred,
+        plan.deferred_layers(),
         plan.layer_count()
     );
     print!("{}", plan.table(&prediction, &rates));

@@ -23,7 +23,7 @@ pub mod usage;
 pub mod words;
 mod worker;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
@@ -61,7 +61,8 @@ pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
         store_read: STORE_BYTES_PER_SECOND,
         store_write: STORE_BYTES_PER_SECOND,
         store_mixed: STORE_BYTES_PER_SECOND,
-        adamw: measure_adamw(4 << 20, 3)?.parameters,
+        // More than the caches of a server's cores hold.
+        adamw: measure_adamw(rayon::current_num_threads() * (8 << 20), 3)?.parameters,
         shared_cores: profile.card.is_none(),
     })
 }
@@ -74,6 +75,9 @@ struct DeviceRates {
     /// Bytes a second out of it.
     copy_out: f64,
 }
+
+/// How long a card works before its products are timed.
+const CLOCKS_RISE: Duration = Duration::from_millis(300);
 
 /// Copies are of `copy_bytes`: from host memory only if that is more than the caches hold.
 fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRates> {
@@ -90,6 +94,13 @@ fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRa
         device.settle();
     };
     multiply();
+    if profile.card.is_some() {
+        // An idle card takes a while to come to its clocks.
+        let started = Instant::now();
+        while started.elapsed() < CLOCKS_RISE {
+            multiply();
+        }
+    }
     let gemm = 2.0 * (side * matrix) as f64 / fastest_seconds(5, multiply);
     let mut cutter = HostArena::take(copy_bytes as u64)?;
     if let Device::Cuda(cuda) = &device {

@@ -106,6 +106,29 @@ pub enum GradientHome {
     Device,
 }
 
+/// Layers whose updates wait for the end of the backward pass: without clipping, those whose weights
+/// the next forward needs late, or whose gradients the backward pass gives late.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Deferred {
+    /// So many from the embedding on.
+    pub first: u16,
+    /// So many up to the head.
+    pub last: u16,
+}
+
+impl Deferred {
+    /// Every layer.
+    pub const ALL: Deferred = Deferred {
+        first: u16::MAX,
+        last: 0,
+    };
+
+    /// Whether it names a layer of `count`.
+    pub fn contains(self, layer: u16, count: u16) -> bool {
+        layer < self.first || count - layer <= self.last
+    }
+}
+
 /// A tile's layout and the homes of its sections.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TilePlan {
@@ -178,9 +201,9 @@ pub struct Plan {
     pub kept: Vec<(u16, u32)>,
     /// Gradients wait for the global norm.
     pub clipping: bool,
-    /// Layers 0 to here, exclusive, are updated in their order after the backward pass, under the
-    /// next forward; the others as their gradients arrive. All of them with clipping.
-    pub deferred: u16,
+    /// Layers that are updated in their order after the backward pass, under the next forward; the
+    /// others as their gradients arrive. All of them with clipping.
+    pub deferred: Deferred,
     /// Bytes of an element of a gradient in host.
     pub gradient_bytes: u64,
     /// The head computes with the embed tile's weight.
@@ -250,25 +273,25 @@ impl Plan {
         budgets: Budgets,
         purpose: Purpose,
     ) -> Result<Plan> {
-        Plan::deferring(spec, config, device, budgets, purpose, 0)
+        Plan::deferring(spec, config, device, budgets, purpose, Deferred::default())
     }
 
-    /// As [`Plan::new`], with the updates of the first `deferred` layers under the next forward;
-    /// with clipping those of all layers are.
+    /// As [`Plan::new`], with the updates of `deferred` layers under the next forward; with clipping
+    /// those of all layers are.
     pub fn deferring(
         spec: &ModelSpec,
         config: &RunConfig,
         device: &DeviceProfile,
         budgets: Budgets,
         purpose: Purpose,
-        deferred: u16,
+        deferred: Deferred,
     ) -> Result<Plan> {
         let clipping = config.train.max_grad_norm > 0.0;
         let precision = config.model.precision;
         let deferred = match purpose {
-            Purpose::Forward => 0,
-            Purpose::Train if clipping => spec.layer_count(),
-            Purpose::Train => deferred.min(spec.layer_count()),
+            Purpose::Forward => Deferred::default(),
+            Purpose::Train if clipping => Deferred::ALL,
+            Purpose::Train => deferred,
         };
         let least = least_device(spec, config, device, budgets.device, purpose)?;
         let arena = budgets.device - device.fixed_bytes;

@@ -20,7 +20,7 @@ use terrace::host::HostArena;
 use terrace::machine::storage_bytes;
 use terrace::model::ModelSpec;
 use terrace::optimizer::Isa;
-use terrace::plan::{Budgets, GradientHome, Home, Plan, Purpose, TilePlan};
+use terrace::plan::{Budgets, Deferred, GradientHome, Home, Plan, Purpose, TilePlan};
 use terrace::stats::Stats;
 use terrace::step::{Engine, StepSettings};
 use terrace::store::{Scratch, StoredSection, checksum, disk};
@@ -86,7 +86,7 @@ struct Way {
     spilled: Spilled,
     on_device: OnDevice,
     /// Layers that are updated under the next forward; with clipping all are.
-    deferred: u16,
+    deferred: Deferred,
     /// Layers whose anchors are in host between forward and backward.
     travelling: u16,
     buffers: u64,
@@ -102,7 +102,7 @@ struct Way {
 const PLAIN: Way = Way {
     spilled: Spilled::Nothing,
     on_device: OnDevice::Nothing,
-    deferred: 0,
+    deferred: Deferred { first: 0, last: 0 },
     travelling: 0,
     buffers: 2,
     kept: 0,
@@ -435,17 +435,17 @@ fn ways() -> Vec<Way> {
         Way {
             engine: Some(IoEngine::Uring),
             slabs: 4,
-            deferred: 2,
+            deferred: Deferred { first: 2, last: 2 },
             ..spilled(Spilled::All)
         },
         Way {
-            deferred: 1,
+            deferred: Deferred { first: 1, last: 1 },
             isa: Isa::Avx2,
             ..PLAIN
         },
         Way {
             on_device: OnDevice::Gradients,
-            deferred: 5,
+            deferred: Deferred { first: 5, last: 2 },
             ..PLAIN
         },
         Way {
@@ -456,7 +456,7 @@ fn ways() -> Vec<Way> {
         },
         Way {
             on_device: OnDevice::Weights,
-            deferred: 3,
+            deferred: Deferred { first: 3, last: 0 },
             slabs: 4,
             ..PLAIN
         },
@@ -490,7 +490,7 @@ fn anchors_may_be_in_host() {
         },
         Way {
             travelling: 2,
-            deferred: 4,
+            deferred: Deferred { first: 4, last: 1 },
             buffers: 3,
             ..PLAIN
         },

@@ -20,7 +20,9 @@ use terrace::Error;
 use terrace::config::{Recompute, RunConfig, StorePath};
 use terrace::model::ModelSpec;
 use terrace::plan::regions::{DeviceMap, travelling_max};
-use terrace::plan::{Budgets, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan};
+use terrace::plan::{
+    Budgets, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan,
+};
 use terrace::schedule::{Action, Form, Lane, Schedule};
 use terrace::tile::{GradientDtype, Precision, Section};
 
@@ -32,7 +34,7 @@ const PLENTY: u64 = 1 << 50;
 struct Case {
     spec: ModelSpec,
     config: RunConfig,
-    deferred: u16,
+    deferred: Deferred,
 }
 
 impl std::fmt::Debug for Case {
@@ -42,7 +44,7 @@ impl std::fmt::Debug for Case {
         let size = (s.blocks, s.hidden, s.vocab_size, s.tied);
         write!(
             f,
-            "(blocks, hidden, vocab, tied) = {size:?}; {} deferred; {}",
+            "(blocks, hidden, vocab, tied) = {size:?}; {:?}; {}",
             self.deferred,
             set.join("; ")
         )
@@ -102,7 +104,8 @@ prop_compose! {
         clips: bool,
         fp32: bool,
         long_gradients: bool,
-        deferred in 0u16..=8,
+        first in 0u16..=8,
+        last in 0u16..=8,
         recompute in prop::sample::select(vec![Recompute::Auto, Recompute::All, Recompute::None]),
     ) -> Case {
         let spec = support::spec(blocks, hidden, vocab, tied);
@@ -115,7 +118,7 @@ prop_compose! {
         if long_gradients {
             config.train.gradient_dtype = GradientDtype::F32;
         }
-        Case { spec, config, deferred }
+        Case { spec, config, deferred: Deferred { first, last } }
     }
 }
 
@@ -201,7 +204,9 @@ fn check_gradients(plan: &Plan) -> Result<(), TestCaseError> {
             false => plan.host.block_slot,
         };
         let waits = tile.gradient != GradientHome::Shared;
-        prop_assert_eq!(waits, layer < usize::from(plan.deferred));
+        let layer = layer as u16;
+        prop_assert_eq!(waits, plan.deferred.contains(layer, plan.layer_count()));
+        let layer = usize::from(layer);
         if tile.gradient == GradientHome::Host {
             own += bytes;
         } else {
@@ -453,7 +458,7 @@ fn a_store_without_space_is_not_called_missing() {
     let mut case = Case {
         spec: support::spec(3, 16, 17, false),
         config: support::config(32, 2),
-        deferred: 0,
+        deferred: Deferred::default(),
     };
     // The device has no room to spare either.
     case.config.memory.recompute = Recompute::None;
@@ -525,7 +530,8 @@ fn action_count(plan: &Plan, schedule: &Schedule) -> u64 {
     let promotes = (blocks - here).saturating_sub(plan.map.shape.buffers);
     let clears = blocks + 2;
     let spills = plan.tiles[0].spilled().next().is_some();
-    let rows = u64::from(plan.deferred > 0 && !spills);
+    let waits = plan.tiles[0].gradient != GradientHome::Shared;
+    let rows = u64::from(waits && !spills);
     let anchors = 2 * u64::from(plan.map.shape.travelling) * micros;
     let finished = 3 * (blocks + 2) + parked + 2 * here + rows + anchors;
     let backward = promotes + blocks + blocks * micros + micros + clears + finished;
@@ -696,17 +702,18 @@ fn every_wait_is_needed_or_implied_by_others() {
             config.memory.buffers = buffers;
             config.train.max_grad_norm = norm;
             let spec = support::spec(blocks, 16, 17, tied);
-            let case = |deferred| Case {
+            let case = |first, last| Case {
                 spec: spec.clone(),
                 config: config.clone(),
-                deferred,
+                deferred: Deferred { first, last },
             };
             // All in host; gradients on the device; weights too; updates in both orders.
             let plans = [
-                keeping(&case(0), 1),
-                crowded(&case(blocks + 2), [1, 40, 120], 0),
-                crowded(&case(2), [0, 90, 120], 0),
-                crowded(&case(1), [0, 0, 0], travelling_max(blocks)),
+                keeping(&case(0, 0), 1),
+                keeping(&case(1, 2), 1),
+                crowded(&case(blocks + 2, 0), [1, 40, 120], 0),
+                crowded(&case(2, 1), [0, 90, 120], 0),
+                crowded(&case(1, 0), [0, 0, 0], travelling_max(blocks)),
             ];
             for plan in plans {
                 homes += plan.map.weight_homes.iter().flatten().count();
@@ -738,7 +745,7 @@ fn the_machine_sees_a_schedule_without_any_wait_between_lanes() {
     let case = Case {
         spec: support::spec(3, 16, 17, false),
         config: support::config(32, 2),
-        deferred: 0,
+        deferred: Deferred::default(),
     };
     let plan = keeping(&case, 0);
     let mut schedule = Schedule::train(&plan);

@@ -7,7 +7,7 @@
 //!   gradients and weights have the time of the others' updates.
 //! - The embed tile's weight stays in host as long as it can, since every step gathers rows of it.
 
-use super::{Budgets, GradientHome, Home, HostMap, Purpose, TilePlan, extents_bytes};
+use super::{Budgets, Deferred, GradientHome, Home, HostMap, Purpose, TilePlan, extents_bytes};
 use crate::config::RunConfig;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
@@ -41,7 +41,7 @@ pub(super) fn place(
     spec: &ModelSpec,
     config: &RunConfig,
     purpose: Purpose,
-    deferred: u16,
+    deferred: Deferred,
     room: Room,
 ) -> Result<(Vec<TilePlan>, HostMap)> {
     let precision = config.model.precision;
@@ -49,11 +49,11 @@ pub(super) fn place(
         let wanted = purpose == Purpose::Train || section == Section::Weight;
         (wanted && section.element_bytes(precision) > 0).then_some(Home::Host)
     };
-    let waits = |layer: usize| match layer < usize::from(deferred) {
+    let waits = |layer: u16| match deferred.contains(layer, spec.layer_count()) {
         true => GradientHome::Host,
         false => GradientHome::Shared,
     };
-    let tiles = spec.tile_layouts().into_iter().enumerate();
+    let tiles = (0..).zip(spec.tile_layouts());
     let tiles: Vec<TilePlan> = tiles
         .map(|(layer, layout)| TilePlan {
             layout,

@@ -44,6 +44,13 @@ impl Plan {
         placed
     }
 
+    /// Layers that are updated under the next forward.
+    pub fn deferred_layers(&self) -> u16 {
+        let count = self.layer_count();
+        let deferred = (0..count).filter(|layer| self.deferred.contains(*layer, count));
+        u16::try_from(deferred.count()).expect("at most all layers")
+    }
+
     /// Bytes of gradients that wait on the device.
     fn parked_bytes(&self) -> u64 {
         let parked = self
@@ -100,7 +107,7 @@ impl Plan {
                 shown(device),
             );
         }
-        let waiting = match (self.clipping, self.deferred) {
+        let waiting = match (self.clipping, self.deferred_layers()) {
             (true, _) => "gradients that wait for the norm",
             (false, 0) => "gradient slots",
             (false, _) => "gradients that wait for their turn",
@@ -255,7 +262,7 @@ impl Plan {
             "device": self.device.name,
             "parameters": self.parameters,
             "clipping": self.clipping,
-            "deferred_layers": self.deferred,
+            "deferred_layers": self.deferred_layers(),
             "gradients_on_device": self.parked_bytes(),
             "budgets": {
                 "device": self.budgets.device,

@@ -371,7 +371,14 @@ impl<'a> Builder<'a> {
         let clipping = self.plan.clipping;
         let clip = clipping.then(|| self.push(Lane::Compute, Action::Clip, &[]));
         let mut embed = None;
-        for layer in 0..self.plan.deferred {
+        let waits = |layer: &u16| self.gradient_home(*layer) != GradientHome::Shared;
+        let mut order: Vec<u16> = (0..=self.head).filter(waits).collect();
+        // The embedding's gradient is the last to come: until it is there, block 1 is updated,
+        // which the forward needs as early.
+        if order.starts_with(&[0, 1]) {
+            order.swap(0, 1);
+        }
+        for layer in order {
             if layer == self.head {
                 self.update_rest(embed.take(), clip);
             }

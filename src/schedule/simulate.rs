@@ -11,7 +11,7 @@ use super::{Action, Buffer, Form, Lane, Schedule};
 use crate::config::RunConfig;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
-use crate::plan::{Budgets, DeviceProfile, Home, Plan, Purpose};
+use crate::plan::{Budgets, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose};
 use crate::tile::{Section, TileLayout};
 
 /// What a machine can do, in bytes, FLOPs or parameters a second.
@@ -156,7 +156,8 @@ fn work(plan: &Plan, action: Action) -> Work {
                 .spilled()
                 .map(|s| section_bytes(layer, s))
                 .sum();
-            let rows_first = layer == 0 && plan.deferred > 0 && spilled == 0;
+            let waits = plan.tiles[0].gradient != GradientHome::Shared;
+            let rows_first = layer == 0 && waits && spilled == 0;
             let ahead = if rows_first { named_elements(plan) } else { 0 };
             let parameters = layout(layer).elements - ahead;
             Work {
@@ -251,17 +252,18 @@ pub fn fastest(
         let prediction = simulate(&plan, &Schedule::train(&plan), rates);
         Ok::<_, Error>((plan, prediction))
     };
-    let mut best = plan(0)?;
+    let mut best = plan(Deferred::default())?;
     if best.0.clipping || rates.shared_cores {
         return Ok(best);
     }
-    const TRIALS: u16 = 16;
+    const TRIALS: u16 = 8;
     let layers = spec.layer_count();
-    for trial in 1..=TRIALS.min(layers) {
-        let deferred = u32::from(layers) * u32::from(trial) / u32::from(TRIALS.min(layers));
-        let deferred = u16::try_from(deferred).expect("at most all layers");
+    let counts = |most: u16| (0..=TRIALS).map(move |trial| most * trial / TRIALS);
+    for (first, last) in counts(layers).flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
         // Gradients that find no room make a plan worse, or none.
-        let Ok(other) = plan(deferred) else { continue };
+        let Ok(other) = plan(Deferred { first, last }) else {
+            continue;
+        };
         let spills_more = other.0.spilled_bytes > best.0.spilled_bytes;
         if !spills_more && other.1.step_seconds < best.1.step_seconds * 0.99 {
             best = other;

@@ -126,10 +126,10 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
             "no clipping: a layer is updated as its gradient arrives"
         }
     ))?;
-    if !plan.clipping && plan.deferred > 0 {
+    if !plan.clipping && plan.deferred_layers() > 0 {
         say(&format!(
-            "  the first {} of {} layers are updated under the next forward",
-            plan.deferred,
+            "  {} of {} layers are updated under the next forward",
+            plan.deferred_layers(),
             plan.layer_count()
         ))?;
     }
