@@ -81,7 +81,7 @@ pub fn measure(wanted: &Wanted, mut say: impl FnMut(&str)) -> Result<Profile> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    Ok(Profile {
+    let mut profile = Profile {
         version: VERSION,
         measured_at: date_text(now.as_secs()),
         terrace_version: env!("CARGO_PKG_VERSION").to_string(),
@@ -90,7 +90,9 @@ pub fn measure(wanted: &Wanted, mut say: impl FnMut(&str)) -> Result<Profile> {
         host,
         device,
         store,
-    })
+    };
+    profile.round();
+    Ok(profile)
 }
 
 fn device_rates(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRates> {

@@ -23,6 +23,8 @@ pub struct Request {
     pub report: Option<PathBuf>,
     /// Nothing is run.
     pub parse_only: bool,
+    /// A line of progress, or none; `None`: on a terminal.
+    pub progress: Option<bool>,
 }
 
 /// Options of a whole invocation: name, value, meaning.
@@ -141,7 +143,9 @@ fn general(
         ("section", section) => sections.push(section.to_string()),
         ("parse-only", "1") => request.parse_only = true,
         ("parse-only", "0") => request.parse_only = false,
-        ("eta", "auto" | "always" | "never") => {}
+        ("eta", "auto") => request.progress = None,
+        ("eta", "always") => request.progress = Some(true),
+        ("eta", "never") => request.progress = Some(false),
         _ => {
             let place = format!("--{}", printable(name));
             let names = GENERAL.map(|(known, ..)| known);

@@ -202,9 +202,9 @@ impl Profile {
                 remedy,
             ));
         }
-        let profile: Profile = toml::from_str(text).map_err(refused)?;
-        for (name, rate) in profile.all_rates() {
-            if !(rate.is_finite() && rate > 0.0) {
+        let mut profile: Profile = toml::from_str(text).map_err(refused)?;
+        for (name, rate) in profile.rates_mut() {
+            if !(rate.is_finite() && *rate > 0.0) {
                 let place = format!("{place}: {name}");
                 let expected = "a rate above 0";
                 return Err(Error::input(
@@ -225,45 +225,68 @@ impl Profile {
         format!("{HEAD}{body}")
     }
 
-    fn all_rates(&self) -> Vec<(String, f64)> {
-        let host = &self.host;
+    /// Whole numbers a second, and no more digits than mean anything.
+    pub(super) fn round(&mut self) {
+        let decimals = |value: f64, digits: i32| {
+            let scale = 10f64.powi(digits);
+            (value * scale).round() / scale
+        };
+        self.seconds = decimals(self.seconds, 1);
+        self.host.zstd_ratio = decimals(self.host.zstd_ratio, 4);
+        for (_, rate) in self.rates_mut() {
+            *rate = rate.round().max(1.0);
+        }
+    }
+
+    fn rates_mut(&mut self) -> Vec<(String, &mut f64)> {
+        let host = &mut self.host;
         let mut rates = vec![
+            ("host.copy".to_string(), &mut host.copy_bytes_per_second),
+            ("host.stream".to_string(), &mut host.stream_bytes_per_second),
             (
-                "host.copy_bytes_per_second".to_string(),
-                host.copy_bytes_per_second,
+                "host.adamw".to_string(),
+                &mut host.adamw_parameters_per_second,
             ),
             (
-                "host.stream_bytes_per_second".to_string(),
-                host.stream_bytes_per_second,
+                "host.checksum".to_string(),
+                &mut host.checksum_bytes_per_second,
             ),
             (
-                "host.adamw_parameters_per_second".to_string(),
-                host.adamw_parameters_per_second,
+                "host.zstd_compress".to_string(),
+                &mut host.zstd_compress_bytes_per_second,
             ),
             (
-                "host.checksum_bytes_per_second".to_string(),
-                host.checksum_bytes_per_second,
+                "host.zstd_decompress".to_string(),
+                &mut host.zstd_decompress_bytes_per_second,
             ),
         ];
-        for device in &self.device {
-            let mut push = |name: &str, rate| rates.push((format!("{}.{name}", device.name), rate));
-            push("gemm_flops_per_second", device.gemm_flops_per_second);
-            push("promote_bytes_per_second", device.promote_bytes_per_second);
-            push("demote_bytes_per_second", device.demote_bytes_per_second);
+        for device in &mut self.device {
+            let name = &device.name;
+            rates.push((format!("{name}: gemm"), &mut device.gemm_flops_per_second));
+            rates.push((
+                format!("{name}: promote"),
+                &mut device.promote_bytes_per_second,
+            ));
+            rates.push((
+                format!("{name}: demote"),
+                &mut device.demote_bytes_per_second,
+            ));
         }
-        for store in &self.store {
+        for store in &mut self.store {
             let path = store.path.display();
-            let mut push = |name: &str, rate| rates.push((format!("{path}: {name}"), rate));
-            push("read_bytes_per_second", store.read_bytes_per_second);
-            push("write_bytes_per_second", store.write_bytes_per_second);
-            push("mixed_bytes_per_second", store.mixed_bytes_per_second);
+            rates.push((format!("{path}: read"), &mut store.read_bytes_per_second));
+            rates.push((format!("{path}: write"), &mut store.write_bytes_per_second));
+            rates.push((format!("{path}: mixed"), &mut store.mixed_bytes_per_second));
         }
         rates
     }
 
     /// What was measured for a directory: by its path, else by its file system.
     pub fn store_rates(&self, path: &Path) -> Option<&StoreRates> {
-        let real = |path: &Path| std::fs::canonicalize(path).unwrap_or(path.to_path_buf());
+        let real = |path: &Path| {
+            let found = std::fs::canonicalize(path).or_else(|_| std::path::absolute(path));
+            found.unwrap_or(path.to_path_buf())
+        };
         let wanted = real(path);
         let same = self.store.iter().find(|store| real(&store.path) == wanted);
         let system = |path: &Path| {

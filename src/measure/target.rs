@@ -140,6 +140,8 @@ impl Target {
             Err(error) => return Err(Error::io("look at", path, error)),
         };
         let device = found.file_type().is_block_device();
+        // Neither written nor removed: it leads to what somebody else named.
+        let linked = std::fs::symlink_metadata(path).is_ok_and(|link| link.is_symlink());
         if !device && !found.is_file() {
             let got = if found.is_dir() {
                 "a directory"
@@ -159,7 +161,7 @@ impl Target {
             false => Ok(found.len()),
         };
         let length = length.map_err(|e| Error::io("look at", path, e))?;
-        match Mark::read(&file, length).filter(|_| !device) {
+        match Mark::read(&file, length).filter(|_| !device && !linked) {
             Some(mark) => Target::reuse(path, file, mark, need, stop),
             None => Target::foreign(path, file, length, need, device),
         }
@@ -168,7 +170,9 @@ impl Target {
     /// A file or device of somebody else: read as it is.
     fn foreign(path: &Path, file: File, length: u64, need: Need, device: bool) -> Result<Target> {
         if need.writes {
+            let link = std::fs::symlink_metadata(path).is_ok_and(|link| link.is_symlink());
             let (got, remedy) = match device {
+                _ if link => ("a link", "name the file itself"),
                 true => ("a block device", "devices are only read: name a file on it"),
                 false => (
                     "one that somebody else made",

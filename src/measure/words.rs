@@ -235,14 +235,14 @@ pub const WORDS: &[Word] = &[
     word!(
         "rwmixread",
         [],
-        "PERCENT",
+        "0 to 100",
         "reads in a mix (50)",
         |job, v| job.read_percent = percent(v)?
     ),
     word!(
         "rwmixwrite",
         [],
-        "PERCENT",
+        "0 to 100",
         "writes in a mix (50)",
         |job, v| job.read_percent = 100 - percent(v)?
     ),
@@ -285,14 +285,14 @@ pub const WORDS: &[Word] = &[
     word!(
         "iodepth",
         [],
-        "NUMBER",
-        "transfers in flight, 1 to 16, with either engine (1; a run has 16)",
+        "1 to 16",
+        "transfers in flight with either engine (1; a run has 16)",
         |job, v| job.depth = usize::try_from(number(v, 1, DEPTH as u64)?).ok()?
     ),
     word!(
         "numjobs",
         [],
-        "NUMBER",
+        "1 to 256",
         "copies of the job, each a thread (1)",
         |job, v| job.copies = u32::try_from(number(v, 1, 256)?).ok()?
     ),

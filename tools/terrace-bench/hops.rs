@@ -134,7 +134,7 @@ pub(crate) fn profile(arguments: &ProfileArguments) -> Result<ExitCode> {
         store_bytes: bytes(&arguments.bytes)?,
         store_seconds: arguments.seconds,
         engine: engine(arguments.engine),
-        copy_bytes: 512 << 20,
+        copy_bytes: 256 << 20,
         cards: true,
     };
     let talks = std::io::stderr().is_terminal();

@@ -29,7 +29,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<ExitCode> {
     let (stop, signal) = watch_signals()?;
     let live = Arc::new(Live::default());
     let outcomes = {
-        let _progress = Progress::start(live.clone());
+        let _progress = Progress::start(live.clone(), request.progress);
         load::run(&request.jobs, &stop, &live)?
     };
     let text = if request.json {
@@ -95,10 +95,10 @@ struct Progress {
 }
 
 impl Progress {
-    fn start(live: Arc<Live>) -> Progress {
+    fn start(live: Arc<Live>, wanted: Option<bool>) -> Progress {
         let ended = Arc::new(AtomicBool::new(false));
         let seen = ended.clone();
-        let shown = std::io::stderr().is_terminal();
+        let shown = wanted.unwrap_or_else(|| std::io::stderr().is_terminal());
         let thread = shown.then(|| std::thread::spawn(move || show(&live, &seen)));
         Progress { ended, thread }
     }
