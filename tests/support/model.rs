@@ -55,8 +55,9 @@ struct Run<'a> {
     ring: Ring,
     disk: SimDisk,
     random: u64,
-    /// What no failure may take away any more.
-    floor: Vec<Commit>,
+    /// What the store held since the last commit that was acknowledged, that first: what was seen
+    /// need not be durable, and power failing takes it back to one of them.
+    seen: Vec<Vec<Commit>>,
     /// What the store held when it was last looked at.
     visible: Vec<Commit>,
     /// The commit that failed since, if one did: it may have come about.
@@ -93,7 +94,7 @@ pub(crate) fn run(seed: u64, wrap: Wrap<'_>) -> std::result::Result<Vec<String>,
         ring: commits::ring(1 << 16),
         disk: disk.after_exit(Faults::default()),
         random: mix(seed ^ 0x5eed),
-        floor: Vec::new(),
+        seen: vec![Vec::new()],
         visible: Vec::new(),
         under_way: None,
         writers: BTreeMap::new(),
@@ -217,13 +218,13 @@ impl Run<'_> {
             self.visible = found.iter().map(|g| (*g, 0)).collect();
             return Ok(Some(store));
         }
-        let allowed = [
-            self.cut.then(|| self.floor.clone()),
-            Some(self.visible.clone()),
-            self.under_way.map(|commit| self.after(commit)),
-        ];
+        let mut allowed = vec![self.visible.clone()];
+        allowed.extend(self.under_way.map(|commit| self.after(commit)));
+        if self.cut {
+            allowed.extend(self.seen.iter().cloned());
+        }
         let list = |state: &Vec<Commit>| state.iter().map(|c| c.0).collect::<Vec<u64>>();
-        let state = allowed.iter().flatten().rev().find(|s| list(s) == found);
+        let state = allowed.iter().find(|state| list(state) == found);
         let Some(state) = state.cloned() else {
             return Err(format!("holds {found:?}, allowed {allowed:?}"));
         };
@@ -231,8 +232,9 @@ impl Run<'_> {
             return Err(format!("says {sentence}"));
         }
         self.verify(&store, &state)?;
-        if std::mem::take(&mut self.cut) {
-            self.floor = state.clone();
+        match std::mem::take(&mut self.cut) {
+            true => self.seen = vec![state.clone()],
+            false => self.seen.push(state.clone()),
         }
         self.visible = state;
         self.under_way = None;
@@ -352,7 +354,7 @@ impl Run<'_> {
             Ok(()) => {
                 self.log.push(format!("committed {generation}"));
                 self.visible = self.after((generation, writer));
-                self.floor = self.visible.clone();
+                self.seen = vec![self.visible.clone()];
                 self.settled = true;
                 Ok(true)
             }
