@@ -246,10 +246,7 @@ pub fn probe(directory: &Path, wanted: Option<IoEngine>) -> Result<Probe> {
         Some(IoEngine::Pread) => Err(io::Error::other("not asked for")),
         _ => trial(direct).and_then(|file| {
             let mut disk = UringDisk::new(Arc::new(file), PAGE_BYTES, direct, &[])?;
-            match try_ring(&mut disk) {
-                Err(error) if is_full(&error) => Ok(()),
-                tried => tried,
-            }
+            try_ring(&mut disk)
         }),
     };
     if let (Some(IoEngine::Uring), Err(error)) = (wanted, &ring) {
@@ -403,7 +400,11 @@ fn try_ring(disk: &mut UringDisk) -> io::Result<()> {
         let Some(Finished { operation, result }) = finished.pop() else {
             return Err(io::Error::other("a completion got lost"));
         };
-        result?;
+        match result {
+            // The ring works; there is no room to try with.
+            Err(error) if is_full(&error) => return Ok(()),
+            result => result?,
+        }
         slab = operation.slab;
         if direction == Direction::Write {
             slab.as_mut_slice::<u8>().fill(0);
