@@ -13,6 +13,7 @@ mod inspect;
 
 pub use inspect::{CommitSummary, Inspection, Verified};
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -46,6 +47,10 @@ pub struct Progress {
     pub model: Value,
     /// Bytes written to drives so far, of all processes of the run.
     pub written: u64,
+    /// Device and libraries that computed it (see [`Device::identity`](crate::device::Device)).
+    pub device: String,
+    /// Matrix products with their algorithms, where a library chose them.
+    pub products: BTreeMap<String, String>,
 }
 
 impl Progress {
@@ -59,6 +64,8 @@ impl Progress {
             data: format!("{:032x}", dataset.fingerprint()),
             model: model.clone(),
             written: 0,
+            device: String::new(),
+            products: BTreeMap::new(),
         }
     }
 
@@ -72,6 +79,8 @@ impl Progress {
             "data": self.data,
             "model": self.model,
             "written": self.written,
+            "device": self.device,
+            "products": self.products,
         })
     }
 
@@ -94,8 +103,10 @@ impl Progress {
                 run: text("run")?,
                 data: text("data")?,
                 model: value["model"].clone(),
-                // Commits of versions that did not count have none.
+                // Commits of versions that did not tell have none.
                 written: value["written"].as_u64().unwrap_or(0),
+                device: text("device").unwrap_or_default(),
+                products: serde_json::from_value(value["products"].clone()).unwrap_or_default(),
             })
         };
         read().ok_or_else(|| damaged("another set of keys".to_string()))
@@ -540,6 +551,33 @@ impl CommittedWeights {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn progress_comes_back_from_its_metadata_and_older_ones_lack_what_they_did_not_tell() {
+        let products = BTreeMap::from([("8 x 8 x 8 NN".to_string(), "1 2 3".to_string())]);
+        let progress = Progress {
+            step: 3,
+            tokens: 5,
+            cursor: serde_json::from_value(json!({"epoch": 1, "sequence": 2})).unwrap_or_default(),
+            run: "run".to_string(),
+            data: "data".to_string(),
+            model: json!({"a": 1}),
+            written: 7,
+            device: "a card".to_string(),
+            products,
+        };
+        let read = |value: Value| Progress::from_json(value.to_string().as_bytes(), "x".as_ref());
+        assert_eq!(read(progress.to_json()).ok(), Some(progress.clone()));
+        let mut older = progress.to_json();
+        let keys = older.as_object_mut().expect("an object");
+        for key in ["written", "device", "products"] {
+            keys.shift_remove(key);
+        }
+        let read = read(older).ok().expect("older metadata are read");
+        assert_eq!((read.written, read.device.as_str()), (0, ""));
+        assert_eq!(read.products, BTreeMap::new());
+        assert_eq!(read.step, progress.step);
+    }
 
     #[test]
     fn infinities_and_nans_of_both_formats_are_seen_and_the_largest_numbers_are_not() {

@@ -22,6 +22,7 @@ pub use compare::Comparison;
 pub use report::{DriveBytes, Metrics, StepReport};
 pub use setup::{Budget, build_engine, choose_device, resolve_budgets};
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -163,6 +164,8 @@ pub struct Trainer {
     checkpoint_bytes: u64,
     /// Sentences that a person should read once: engines, warnings, what a resume changed.
     notes: Vec<String>,
+    /// To be told once.
+    warning: Option<String>,
 }
 
 impl Trainer {
@@ -193,6 +196,7 @@ impl Trainer {
             &run.model_json,
             run.batches.cursor(),
         );
+        progress.device = tiers.device.identity();
         match (weights, &mut checkpoints) {
             (Some(weights), _) => {
                 notes.extend(weights.notes().iter().cloned());
@@ -209,6 +213,14 @@ impl Trainer {
                 notes.extend(found.changes(&run.config, &progress, resume_changed)?);
                 (progress.step, progress.tokens) = (found.step, found.tokens);
                 progress.written = found.written;
+                if !found.device.is_empty() && found.device != progress.device {
+                    notes.push(format!(
+                        "warning: the commit was computed on {}, this run computes on {}: the \
+                         last bits of its numbers may differ",
+                        found.device, progress.device
+                    ));
+                }
+                progress.products = found.products;
                 run.batches.seek(found.cursor)?;
             }
             (None, None) => unreachable!("a resume opens its checkpoints"),
@@ -231,6 +243,7 @@ impl Trainer {
             checkpoint_bytes: 0,
             engine,
             notes,
+            warning: None,
         };
         trainer.name_last_commit();
         Ok(trainer)
@@ -275,7 +288,28 @@ impl Trainer {
 
     /// What a person should know of metrics.jsonl, once.
     pub fn take_warning(&mut self) -> Option<String> {
+        if let Some(warning) = self.warning.take() {
+            return Some(warning);
+        }
         self.metrics.take_warning()
+    }
+
+    /// Where a library now computes a product by another algorithm than the commit tells, the bits
+    /// differ from those of the run that was never stopped: that is said.
+    fn compare_products(&mut self, now: &BTreeMap<String, String>) {
+        let before = &self.progress.products;
+        let differs = |product: &&String| {
+            before
+                .get(*product)
+                .is_some_and(|was| *was != now[*product])
+        };
+        if let Some(product) = now.keys().find(differs) {
+            self.warning = Some(format!(
+                "warning: the product {product} is computed by another algorithm than before the \
+                 resume: the last bits of its numbers may differ"
+            ));
+        }
+        self.progress.products.clone_from(now);
     }
 
     /// One optimizer step.
@@ -368,8 +402,10 @@ impl Trainer {
         self.engine.check().map_err(|error| self.stopped(error))?;
         let progress = Progress {
             cursor: self.run.batches.cursor(),
+            products: self.engine.tiers().device.products(),
             ..self.progress.clone()
         };
+        self.compare_products(&progress.products);
         let order = Order {
             held: self.engine.hold(),
             progress,

@@ -16,6 +16,8 @@ pub mod ops;
 pub use cpu::CpuDevice;
 pub use cuda::{CudaDevice, Point, Queue};
 
+use std::collections::BTreeMap;
+
 use crate::error::Result;
 
 /// Numeric format of a view.
@@ -173,6 +175,26 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(()),
             Device::Cuda(cuda) => cuda.check(),
+        }
+    }
+
+    /// What fixes the bits of a run beside its settings: on a card its name and the versions of its
+    /// libraries.
+    pub fn identity(&self) -> String {
+        match self {
+            Device::Cpu(_) => "cpu".to_string(),
+            Device::Cuda(cuda) => {
+                let versions = cuda::versions().unwrap_or_default();
+                format!("{}, {versions}", cuda.name())
+            }
+        }
+    }
+
+    /// Matrix products met so far with the algorithm of each, where a library chose it.
+    pub fn products(&self) -> BTreeMap<String, String> {
+        match self {
+            Device::Cpu(_) => BTreeMap::new(),
+            Device::Cuda(cuda) => cuda.products(),
         }
     }
 

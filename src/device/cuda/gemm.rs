@@ -10,8 +10,8 @@
 //! cublasLt counts columns first: a row-major `[R, C]` is its column-major `[C, R]`, so y = x·wᵀ is
 //! asked for as yᵀ = w·xᵀ.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::sync::Mutex;
 
@@ -50,6 +50,26 @@ struct Product {
     alignment: [u32; 3],
 }
 
+impl std::fmt::Display for Product {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let side = |transposed| if transposed { 'T' } else { 'N' };
+        let [a, b, d] = self.alignment;
+        write!(
+            f,
+            "{} x {} x {} {}{} {:?} to {:?}{}{}, aligned to {a} {b} {d}",
+            self.m,
+            self.n,
+            self.k,
+            side(self.transpose_a),
+            side(self.transpose_b),
+            self.input,
+            self.output,
+            if self.accumulate { " added" } else { "" },
+            if self.bias { " with bias" } else { "" },
+        )
+    }
+}
+
 /// A product's descriptors and its algorithm.
 struct Plan {
     description: sys::cublasLtMatmulDesc_t,
@@ -81,6 +101,16 @@ impl Gemm {
             library,
             plans: Mutex::default(),
         })
+    }
+
+    /// The products met so far with their algorithms, as text that two runs can compare.
+    fn algorithms(&self) -> BTreeMap<String, String> {
+        let plans = lock(&self.plans);
+        let words = |(product, plan): (&Product, &Plan)| {
+            let words = plan.algorithm.data.map(|word| format!("{word:x}"));
+            (product.to_string(), words.join(" "))
+        };
+        plans.iter().map(words).collect()
     }
 
     /// cublasLt's version, for reports.
@@ -287,6 +317,11 @@ struct Operands {
 }
 
 impl CudaDevice {
+    /// The products met so far with their algorithms.
+    pub fn products(&self) -> BTreeMap<String, String> {
+        self.gemm.algorithms()
+    }
+
     pub(in crate::device) fn linear_forward(
         &self,
         x: View,
