@@ -839,6 +839,31 @@ fn a_plan_takes_its_rates_from_a_profile() {
 }
 
 #[test]
+fn stores_of_a_profile_work_at_once() {
+    let room = Room::new();
+    let (slow, fast) = (room.path("slow"), room.path("fast"));
+    std::fs::create_dir(&slow).unwrap();
+    std::fs::create_dir(&fast).unwrap();
+    let second = PROFILE.split("[[store]]").nth(1).unwrap();
+    let (slow_text, fast_text) = (slow.display().to_string(), fast.display().to_string());
+    let text = PROFILE.replace("path = \".\"", &format!("path = {slow_text:?}"))
+        + "[[store]]"
+        + &second
+            .replace("path = \".\"", &format!("path = {fast_text:?}"))
+            .replace("= 2.5e9", "= 7.5e9");
+    let profile = Profile::parse(&text, "two").unwrap();
+    let cpu = terrace::plan::DeviceProfile::cpu();
+    let stores = [(slow, 9 << 30), (fast, 1 << 30)];
+    let (rates, _) = profile.rates(Path::new("two"), &cpu, &stores).unwrap();
+    // A quarter and three quarters of the bytes, by their rates and not by their sizes.
+    assert_eq!(rates.store_mixed, 10e9);
+    assert_eq!(rates.store_read, 4e9);
+    let (rates, notes) = profile.rates(Path::new("two"), &cpu, &stores[..1]).unwrap();
+    assert_eq!(rates.store_mixed, 2.5e9);
+    assert!(notes.iter().all(|note| !note.contains("was not measured")));
+}
+
+#[test]
 fn a_profile_measures_every_hop_and_comes_back_as_it_was() {
     let room = room_with_a_run();
     let before = room.listing();

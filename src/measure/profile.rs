@@ -350,13 +350,22 @@ impl Profile {
         Ok((rates, notes))
     }
 
-    /// Rates of all directories at once: extents are spread by the directories' bytes, so all have
-    /// moved their share when the slowest has.
+    /// Rates of all directories at once: extents are spread by the directories' rates, or by their
+    /// bytes where one is not known, so all have moved their share when the slowest has.
     fn striped(&self, stores: &[(PathBuf, u64)], notes: &mut Vec<String>) -> [f64; 3] {
-        let all: f64 = stores.iter().map(|(_, bytes)| *bytes as f64).sum();
+        let known: Vec<_> = stores
+            .iter()
+            .map(|(path, _)| self.store_rates(path))
+            .collect();
+        let measured = known
+            .iter()
+            .map(|store| Some(store.as_ref()?.mixed_bytes_per_second));
+        let by_bytes = || stores.iter().map(|(_, bytes)| *bytes as f64).collect();
+        let weights: Vec<f64> = measured.collect::<Option<_>>().unwrap_or_else(by_bytes);
+        let all: f64 = weights.iter().sum();
         let mut rates = [f64::INFINITY; 3];
-        for (path, bytes) in stores {
-            let own = match self.store_rates(path) {
+        for ((path, _), (known, weight)) in stores.iter().zip(known.iter().zip(&weights)) {
+            let own = match known {
                 Some(store) => [
                     store.read_bytes_per_second,
                     store.write_bytes_per_second,
@@ -372,7 +381,7 @@ impl Profile {
                     [STORE_BYTES_PER_SECOND; 3]
                 }
             };
-            let share = *bytes as f64 / all.max(1.0);
+            let share = weight / all.max(1.0);
             for (rate, own) in rates.iter_mut().zip(own) {
                 *rate = rate.min(own / share.max(1e-9));
             }

@@ -1,6 +1,6 @@
 //! Memory and engine of a run: which device, what `"auto"` comes to, arenas, scratch store.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::config::{RunConfig, Size, StorePath};
@@ -9,6 +9,7 @@ use crate::device::cuda::Card;
 use crate::error::{Error, Result};
 use crate::host::HostArena;
 use crate::machine::{self, HostMemory};
+use crate::measure::profile::Profile;
 use crate::model::ModelSpec;
 use crate::optimizer::Isa;
 use crate::plan::regions::{DeviceMap, DeviceShape};
@@ -223,11 +224,18 @@ pub fn build_engine(
         };
         let sections: Vec<StoredSection> = plan.tiles.iter().flat_map(of).collect();
         let engine = config.memory.io_engine;
+        let profile = config.memory.profile.as_deref();
+        let measured = profile.map(Profile::read).transpose()?;
+        // Each byte read and written once is two bytes of a mixed rate.
+        let rate_at = |path: &Path| {
+            let rates = measured.as_ref()?.store_rates(path)?;
+            Some(rates.mixed_bytes_per_second / 2.0)
+        };
         let given = budget.store.iter().zip(&config.memory.store);
         let stripe = |((path, bytes), given): (&(PathBuf, u64), &StorePath)| Stripe {
             path: path.clone(),
             bytes: *bytes,
-            rate: given.rate(),
+            rate: given.rate().or_else(|| rate_at(path)),
         };
         let stripes: Vec<Stripe> = given.map(stripe).collect();
         let scratch = Scratch::create_striped(&stripes, &sections, engine, &[ring.span()])?;
