@@ -422,7 +422,7 @@ impl Target {
 }
 
 /// The first entry of a directory that no export would have written.
-fn foreign_entry(dir: &Path) -> Result<Option<String>> {
+pub(crate) fn foreign_entry(dir: &Path) -> Result<Option<String>> {
     let io = |source| Error::io("list", dir, source);
     for entry in fs::read_dir(dir).map_err(io)? {
         let entry = entry.map_err(io)?;

@@ -62,21 +62,7 @@ impl WeightSource {
     /// [`Error::Input`] naming the first tensor that is missing, has another shape, a dtype other
     /// than bf16, f16 and f32, or is not the model's; or what is wrong with a file.
     pub fn open(dir: &Path, spec: &ModelSpec) -> Result<WeightSource> {
-        let (shards, found) = if exists(dir, SINGLE) {
-            let shard = SafetensorsFile::open(dir, SINGLE)?;
-            let found = shard.names().map(|name| (name.to_string(), 0)).collect();
-            (vec![shard], found)
-        } else if exists(dir, INDEX) {
-            open_shards(dir)?
-        } else {
-            return Err(Error::input(
-                "safetensors",
-                printable_path(dir),
-                format!("{SINGLE} or {INDEX}"),
-                "neither",
-                "fetch the weights in safetensors format; pickles (.bin, .pt) are not read",
-            ));
-        };
+        let (shards, found) = open_files(dir)?;
         let mut source = WeightSource::choose(dir, spec, shards, found)?;
         source.check_tied_head(spec, dir)?;
         Ok(source)
@@ -328,6 +314,33 @@ fn read_values(
         }
     }
     Ok(())
+}
+
+/// The safetensors of a directory, with the file of each tensor that counts.
+fn open_files(dir: &Path) -> Result<(Vec<SafetensorsFile>, BTreeMap<String, usize>)> {
+    if exists(dir, SINGLE) {
+        let shard = SafetensorsFile::open(dir, SINGLE)?;
+        let found = shard.names().map(|name| (name.to_string(), 0)).collect();
+        Ok((vec![shard], found))
+    } else if exists(dir, INDEX) {
+        open_shards(dir)
+    } else {
+        Err(Error::input(
+            "safetensors",
+            printable_path(dir),
+            format!("{SINGLE} or {INDEX}"),
+            "neither",
+            "fetch the weights in safetensors format; pickles (.bin, .pt) are not read",
+        ))
+    }
+}
+
+/// The safetensors of a directory: one file, or the shards that its index names.
+///
+/// # Errors
+/// [`Error::Input`] for what is wrong with a file or the index, or if there is neither.
+pub(crate) fn open_shards_of(dir: &Path) -> Result<Vec<SafetensorsFile>> {
+    open_files(dir).map(|(files, _)| files)
 }
 
 /// Opens the shards that the index names, and checks that they hold what it says.

@@ -167,6 +167,13 @@ impl SafetensorsFile {
         self.tensors.get(name)
     }
 
+    /// The tensor of that name, with the name as this file keeps it.
+    pub(crate) fn named(&self, name: &str) -> Option<(&str, &TensorEntry)> {
+        self.tensors
+            .get_key_value(name)
+            .map(|(name, entry)| (name.as_str(), entry))
+    }
+
     /// Names of all tensors, in no order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
