@@ -9,10 +9,6 @@
 //!
 //! The bytes on disk are `store::checkpoint`'s.
 
-mod inspect;
-
-pub use inspect::{CommitSummary, Inspection, Verified};
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -84,7 +80,7 @@ impl Progress {
         })
     }
 
-    fn from_json(bytes: &[u8], path: &Path) -> Result<Progress> {
+    pub(crate) fn from_json(bytes: &[u8], path: &Path) -> Result<Progress> {
         let damaged = |got: String| Error::Damaged {
             path: path.to_path_buf(),
             what: "metadata of a commit".to_string(),

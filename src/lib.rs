@@ -45,6 +45,7 @@ pub mod transfer;
 pub mod checkpoint;
 pub mod generate;
 pub mod hf;
+pub mod inspect;
 pub mod measure;
 pub mod quickstart;
 pub mod train;

@@ -27,6 +27,7 @@ const DIRECTION: &[(&[&str], bool)] = &[
         &["checkpoint", "hf", "generate", "quickstart", "measure"],
         false,
     ),
+    (&["inspect"], false),
     (&["train"], false),
 ];
 

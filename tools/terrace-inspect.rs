@@ -1,16 +1,28 @@
-//! `terrace-inspect`: looks into a checkpoint directory. Argument parsing and printing only.
+//! `terrace-inspect`: looks into checkpoint stores and safetensors. Argument parsing and printing
+//! only.
 
-use std::io::Write;
-use std::path::PathBuf;
+#[path = "terrace-inspect/change.rs"]
+mod change;
+#[path = "terrace-inspect/check.rs"]
+mod check;
+#[path = "terrace-inspect/differences.rs"]
+mod differences;
+#[path = "terrace-inspect/numbers.rs"]
+mod numbers;
+#[path = "terrace-inspect/output.rs"]
+mod output;
+#[path = "terrace-inspect/show.rs"]
+mod show;
+
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use serde_json::json;
-use terrace::checkpoint::{CommitSummary, Inspection};
-use terrace::error::{Error, Result};
-use terrace::plan::bytes_text;
 
-/// Looks into the checkpoint directory of a run that is not running.
+/// Looks into checkpoint stores and safetensors, also under a running training. Writes nothing but
+/// by `repair --write`, `reclaim --write`, `export` and `copy`.
+///
+/// PATH is a checkpoint directory or its file, a run's log.dir, a .safetensors file, or a model
+/// directory. Exit codes: 0 clean, 1 repairable (diff: different), 2 usage, 3 loss, 4 I/O, 5 busy.
 #[derive(Parser)]
 #[command(version, max_term_width = 100)]
 struct Inspect {
@@ -20,28 +32,31 @@ struct Inspect {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Commits with their sizes
-    List {
-        /// Checkpoint directory
-        directory: PathBuf,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
-    /// Read every extent and compare it with its checksum
-    Verify {
-        /// Checkpoint directory
-        directory: PathBuf,
-        /// Only the commit of this step
-        #[arg(long)]
-        step: Option<u64>,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    /// What a store is: superblock copies, regions, sizes, file system, who holds it
+    Info(show::DescribeArguments),
+    /// Commits; with --step, tiles and sections of one; tensors of safetensors
+    List(show::ListArguments),
+    /// Statistics of a tile's tensors, or of all tiles
+    Stat(numbers::StatArguments),
+    /// Values, statistics and a histogram of a tile or tensor
+    Dump(numbers::DumpArguments),
+    /// Check structures; with --full, read every extent and compare it with its checksum
+    Verify(check::VerifyArguments),
+    /// Compare two stores, two commits, or safetensors: bits, values and ulp of each tensor
+    Diff(differences::DiffArguments),
+    /// Restore superblock and manifest copies; shows what it would do unless --write is given
+    Repair(check::RepairArguments),
+    /// Write a commit's weights as a Hugging Face directory
+    Export(change::ExportArguments),
+    /// Copy a store to a new directory, verified
+    Copy(change::CopyArguments),
+    /// Leftovers of runs that ended too early; removes them if --write is given
+    Reclaim(change::ReclaimArguments),
 }
 
 fn main() -> ExitCode {
+    // A file size limit is an error of a write, not the end of the process.
+    output::ignore_file_size_signal();
     let command = match Inspect::try_parse() {
         Ok(inspect) => inspect.command,
         Err(error) => {
@@ -50,105 +65,24 @@ fn main() -> ExitCode {
             return ExitCode::from(code);
         }
     };
-    let result = match command {
-        Command::List { directory, json } => list(&directory, json),
-        Command::Verify {
-            directory,
-            step,
-            json,
-        } => verify(&directory, step, json),
+    let result = match &command {
+        Command::Info(arguments) => show::describe(arguments),
+        Command::List(arguments) => show::list(arguments),
+        Command::Stat(arguments) => numbers::stat(arguments),
+        Command::Dump(arguments) => numbers::dump(arguments),
+        Command::Verify(arguments) => check::verify(arguments),
+        Command::Diff(arguments) => differences::diff(arguments),
+        Command::Repair(arguments) => check::repair(arguments),
+        Command::Export(arguments) => change::export(arguments),
+        Command::Copy(arguments) => change::copy(arguments),
+        Command::Reclaim(arguments) => change::reclaim(arguments),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => ExitCode::from(code),
         Err(error) if error.is_broken_pipe() => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("terrace-inspect: {error}");
             ExitCode::from(error.exit_code())
         }
     }
-}
-
-fn list(directory: &std::path::Path, as_json: bool) -> Result<()> {
-    let inspection = Inspection::open(directory)?;
-    let commits = inspection.commits()?;
-    if as_json {
-        let commits: Vec<_> = commits.iter().map(commit_json).collect();
-        let value = json!({ "commits": commits, "notes": inspection.sentences() });
-        return print(&format!("{value:#}\n"));
-    }
-    let mut text = lines(inspection.sentences());
-    for commit in &commits {
-        text.push_str(&format!(
-            "generation {}: step {}, {} tokens, {} in {} extents",
-            commit.generation,
-            commit.step,
-            commit.tokens,
-            bytes_text(commit.bytes),
-            commit.extents,
-        ));
-        for (section, bytes) in &commit.sections {
-            text.push_str(&format!(", {section} {}", bytes_text(*bytes)));
-        }
-        text.push('\n');
-    }
-    if commits.is_empty() {
-        text.push_str("no commits\n");
-    }
-    print(&text)
-}
-
-fn commit_json(commit: &CommitSummary) -> serde_json::Value {
-    let sections: serde_json::Map<String, serde_json::Value> = commit
-        .sections
-        .iter()
-        .map(|(name, bytes)| (name.clone(), (*bytes).into()))
-        .collect();
-    json!({
-        "generation": commit.generation,
-        "step": commit.step,
-        "tokens": commit.tokens,
-        "extents": commit.extents,
-        "bytes": commit.bytes,
-        "sections": sections,
-    })
-}
-
-/// Ends with the first damage, after all of it was printed.
-fn verify(directory: &std::path::Path, step: Option<u64>, as_json: bool) -> Result<()> {
-    let inspection = Inspection::open(directory)?;
-    let verified = inspection.verify(step)?;
-    let damage: Vec<String> = verified.damage.iter().map(|e| e.to_string()).collect();
-    if as_json {
-        let value = json!({
-            "commits": verified.commits,
-            "extents": verified.extents,
-            "bytes": verified.bytes,
-            "damage": damage,
-            "notes": inspection.sentences(),
-        });
-        print(&format!("{value:#}\n"))?;
-    } else {
-        let mut text = lines(inspection.sentences());
-        for what in &damage {
-            text.push_str(&format!("damaged: {what}\n"));
-        }
-        text.push_str(&format!(
-            "{} commits: {} extents, {} read and right; {} damaged\n",
-            verified.commits,
-            verified.extents,
-            bytes_text(verified.bytes),
-            damage.len(),
-        ));
-        print(&text)?;
-    }
-    verified.damage.into_iter().next().map_or(Ok(()), Err)
-}
-
-fn lines(sentences: &[String]) -> String {
-    sentences.iter().map(|line| format!("{line}\n")).collect()
-}
-
-fn print(text: &str) -> Result<()> {
-    let written = std::io::stdout().lock().write_all(text.as_bytes());
-    written.map_err(|e| Error::io("write", "standard output".as_ref(), e))
 }

@@ -296,6 +296,11 @@ pub fn reserve(
     directory::reserve(file, path, bytes, tier, remedy)
 }
 
+/// Name of the file system of `path`; `None` where nobody says.
+pub fn file_system(path: &std::path::Path) -> Option<String> {
+    sys::file_system(path).ok().map(|found| found.name)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
