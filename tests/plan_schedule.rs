@@ -23,6 +23,7 @@ use terrace::plan::regions::{DeviceMap, travelling_max};
 use terrace::plan::{
     Budgets, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan,
 };
+use terrace::schedule::simulate::{Prediction, Rates};
 use terrace::schedule::{Action, Form, Lane, Schedule};
 use terrace::tile::{GradientDtype, Precision, Section};
 
@@ -470,6 +471,63 @@ fn a_store_without_space_is_not_called_missing() {
     let named = "; memory.store has no space in full: make some, name another directory, or raise \
                  memory.host by ";
     assert!(refusal(&case).contains(named), "{}", refusal(&case));
+}
+
+#[test]
+fn a_drive_takes_spilled_bytes_and_commits_spread_over_their_steps() {
+    let mut case = Case {
+        spec: support::spec(3, 16, 17, false),
+        config: support::config(32, 2),
+        deferred: Deferred::default(),
+    };
+    case.config.checkpoint.every = 4;
+    case.config.checkpoint.keep = 2;
+    case.config.train.steps = Some(100);
+    case.config.memory.drive_tbw = Some(0.5);
+    let plan = case.roomy();
+    let prediction = Prediction {
+        write_bytes: 1_000_000,
+        step_seconds: 2.0,
+        ..Prediction::default()
+    };
+    let state = plan.wear.commit_bytes as f64;
+    assert!(state >= 12.0 * plan.parameters as f64);
+    assert_eq!(plan.checkpoint_bytes as f64, 3.0 * state);
+    let rates = machine_rates();
+    let wear = &plan.json(&prediction, &rates)["wear"];
+    let step = 1e6 + state / 4.0;
+    assert_eq!(wear["step_bytes"], step);
+    let run = 3.0 * state + 100.0 * step;
+    assert_eq!(wear["run_bytes"], run);
+    assert_eq!(wear["run_share"], run / 0.5e12);
+    assert_eq!(wear["days_of_life"], 0.5e12 / step * 2.0 / 86_400.0);
+    let table = plan.table(&prediction, &rates);
+    assert!(table.contains("; rated for 0.5 TB: "), "{table}");
+    // Without checkpoints and a rating.
+    case.config.checkpoint.every = 0;
+    case.config.memory.drive_tbw = None;
+    let plan = case.roomy();
+    let wear = &plan.json(&prediction, &rates)["wear"];
+    assert_eq!(wear["step_bytes"], 1e6);
+    assert!(wear["run_share"].is_null() && wear["days_of_life"].is_null());
+    let table = plan.table(&prediction, &rates);
+    assert!(
+        table.contains("checkpoint.every = 0") && !table.contains("rated"),
+        "{table}"
+    );
+}
+
+fn machine_rates() -> Rates {
+    Rates {
+        gemm: 1e12,
+        promote: 1e10,
+        demote: 1e10,
+        store_read: 1e9,
+        store_write: 1e9,
+        store_mixed: 1e9,
+        adamw: 1e9,
+        shared_cores: false,
+    }
 }
 
 /// A plan whose host lacks `lack` percent of what can live on the device, which has room for

@@ -587,6 +587,40 @@ fn a_run_that_was_moved_goes_on_and_one_whose_contents_changed_does_not() {
 }
 
 #[test]
+fn bytes_written_to_drives_are_counted_over_a_resume() {
+    let place = Place::new();
+    place.kill_after_step_3_is_committed();
+    let read = || {
+        let text = std::fs::read_to_string(place.path("log/metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
+        lines.collect::<Vec<serde_json::Value>>()
+    };
+    let total = |line: &serde_json::Value| line["written_bytes"]["total"].as_u64();
+    let lost = read().iter().filter_map(total).max().unwrap();
+    // A millionth of a terabyte.
+    place.train_to_end(&["--resume", "--set", "memory.drive_tbw=1e-6"]);
+    let lines = read();
+    let steps: Vec<_> = lines.iter().filter(|line| total(line).is_some()).collect();
+    let totals: Vec<u64> = steps.iter().map(|line| total(line).unwrap()).collect();
+    assert!(totals.is_sorted(), "{totals:?}");
+    // What the killed process wrote in steps that are lost counts.
+    assert!(totals[3] > lost, "{totals:?} after {lost}");
+    let commits: u64 = lines
+        .iter()
+        .filter_map(|line| line["commit_bytes"].as_u64())
+        .sum();
+    let last = *totals.last().unwrap();
+    assert!(commits > 0 && last > commits, "{last} of {commits}");
+    let life = steps.last().unwrap()["drive_life"].as_f64().unwrap();
+    assert_eq!(life, last as f64 / 1e6);
+    let parts = |key: &str| -> u64 {
+        let part = |line: &&serde_json::Value| line["written_bytes"][key].as_u64().unwrap();
+        steps[4..].iter().map(part).sum()
+    };
+    assert_eq!(last - totals[3], parts("store") + parts("checkpoint"));
+}
+
+#[test]
 fn a_disk_that_is_full_does_not_keep_a_run_from_going_on() {
     let place = Place::new();
     std::fs::create_dir(place.path("log")).unwrap();

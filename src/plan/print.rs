@@ -210,16 +210,16 @@ impl Plan {
         if let Some(bytes) = self.run_bytes(prediction) {
             write!(text, "; the run {}", bytes_text(bytes as u64)).ok();
         }
-        if let Some(rated) = self.wear.drive_tbw.map(|terabytes| terabytes * 1e12) {
+        if let Some(terabytes) = self.wear.drive_tbw {
+            let rated = terabytes * 1e12;
             let days = rated / step * prediction.step_seconds / 86_400.0;
             let share = self.run_bytes(prediction);
             let share =
-                share.map(|bytes| format!("{:.2} % of it by this run, ", bytes / rated * 1e2));
+                share.map(|bytes| format!("{:.2} % of it by this run, ", 1e2 * bytes / rated));
+            let share = share.unwrap_or_default();
             write!(
                 text,
-                "; rated for {:.4} TB: {}{days:.1} days of training",
-                rated / 1e12,
-                share.unwrap_or_default()
+                "; rated for {terabytes} TB: {share}{days:.1} days of training"
             )
             .ok();
         }

@@ -69,7 +69,7 @@ fn side(source: &Source, step: Option<u64>) -> Result<Side<'_>> {
     })
 }
 
-fn difference_json(found: &Difference) -> Value {
+fn difference_json(found: &Difference) -> serde_json::Value {
     serde_json::to_value(found).expect("plain values")
 }
 
