@@ -256,18 +256,53 @@ DEVICE void exponentiate(Softmax& state, float (&s)[N][4], float scale_log2)
     }
 }
 
-// Stores the warp's rows of c·factor[row / 8]; `row` is the thread's first, in the sequence.
+// Four words of each of four neighbouring lanes: lane i of them gets every lane's i-th word.
+DEVICE void transpose(u32 (&x)[4])
+{
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const bool high = LANE & bit;
+            const u32 other = shuffle_xor(high ? x[i] : x[i | bit], bit);
+            (high ? x[i] : x[i | bit]) = other;
+        }
+}
+
+struct alignas(16) Chunk {
+    u32 words[4];
+};
+
+// Stores the warp's rows of c·factor[row / 8]; `row` is the thread's first, in the sequence. Four
+// lanes have a row between them, two columns of each eight: they exchange words, where there are
+// enough for each to store 16 bytes at once.
 template <int N>
 DEVICE void store_rows(u16* matrix, u64 stride, int row, int length, const float (&c)[N][4],
                        const float (&factor)[2])
 {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (row + 8 * r >= length) continue;
-        u32* out = (u32*)(matrix + (u64)(row + 8 * r) * stride) + (LANE & 3);
+        const bool inside = row + 8 * r < length;
+        u16* out = matrix + (u64)(row + 8 * r) * stride;
 #pragma unroll
-        for (int n = 0; n < N; ++n)
-            out[n * 4] = pack_bf16(c[n][2 * r] * factor[r], c[n][2 * r + 1] * factor[r]);
+        for (int first = 0; first < N; first += 4) {
+            u32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4 && first + i < N; ++i) {
+                const float* x = c[first + i] + 2 * r;
+                words[i] = pack_bf16(x[0] * factor[r], x[1] * factor[r]);
+            }
+            if (first + 4 <= N) {
+                transpose(words);
+                if (inside)
+                    ((Chunk*)out)[first + (LANE & 3)] = {words[0], words[1], words[2], words[3]};
+            } else if (inside) {
+#pragma unroll
+                for (int i = 0; first + i < N; ++i)
+                    ((u32*)out)[(first + i) * 4 + (LANE & 3)] = words[i];
+            }
+        }
     }
 }
 

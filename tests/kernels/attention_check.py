@@ -23,7 +23,9 @@ MMA = {
     128: (8, 32, 32, 128),
     256: (4, 16, 16, 128),
 }
-WGMMA = {64: (128, 64), 128: (64, 64)}  # D: keys of a dq tile, queries of a dk/dv tile
+# D, of forward, dq, dk and dv: rows of a tile of what the unit does not consist of, tiles
+WGMMA = {64: ((128, 4), (96, 5), (64, 8)), 128: ((128, 4), (64, 8), (64, 8))}
+STAYING_BLOCKS, SHARED_IN_CACHE = 132, 32 << 20
 ALL = 1 << 30
 
 
@@ -87,7 +89,9 @@ def launch(name, grid, threads, shared, arguments):
         ok(CUDA.cuFuncSetAttribute(function, 8, shared), f"{shared} bytes of shared memory")
     words = []
     for x in arguments:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, ctypes.Array):
+            words.append(x)
+        elif isinstance(x, torch.Tensor):
             words.append(ctypes.c_uint64(x.data_ptr()))
         elif isinstance(x, float):
             words.append(ctypes.c_float(x))
@@ -98,6 +102,31 @@ def launch(name, grid, threads, shared, arguments):
     pointers = (ctypes.c_void_p * len(words))(*[ctypes.addressof(w) for w in words])
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     ok(CUDA.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, pointers, None), name)
+
+
+def tensor_map(x, rows):
+    """Boxes of `rows` tokens of 64 columns of one head of x."""
+    tokens, heads, dim = x.shape
+    memory = (ctypes.c_uint64 * 32)()
+    skipped = -ctypes.addressof(memory) % 128
+    found = (ctypes.c_uint64 * 16).from_buffer(memory, skipped)
+    words = lambda kind, *numbers: (kind * len(numbers))(*numbers)
+    encoded = CUDA.cuTensorMapEncodeTiled(
+        found,
+        9,  # bf16
+        3,
+        ctypes.c_void_p(x.data_ptr()),
+        words(ctypes.c_uint64, dim, heads, tokens),
+        words(ctypes.c_uint64, dim * 2, heads * dim * 2),
+        words(ctypes.c_uint32, 64, 1, rows),
+        words(ctypes.c_uint32, 1, 1, 1),
+        0,
+        3,  # swizzle of 128 bytes
+        2,
+        0,
+    )
+    ok(encoded, "tensor map")
+    return found
 
 
 class Case:
@@ -123,7 +152,8 @@ class Case:
         self.lists = {}
 
     def units(self, rows, keys):
-        """Work list on the card, longest first, and its length."""
+        """Work list on the card, longest first within a section of tokens, and its length."""
+        section = max(1, SHARED_IN_CACHE // self.shared_bytes(keys))
         if (rows, keys) not in self.lists:
             found = []
             for start, end in zip(self.bounds, self.bounds[1:]):
@@ -134,13 +164,34 @@ class Case:
                         cost = min(length, last - 1 + self.window) - first
                     else:
                         cost = last - max(0, first + 1 - self.window)
-                    found.append((-cost, start, length, first))
-            found.sort(key=lambda x: x[0])
-            flat = [x for _, start, length, first in found for x in (start, length, first, 0)]
+                    found.append((start // section, -cost, start, length, first))
+            found.sort(key=lambda x: x[:2])
+            flat = [x for *_, start, length, first in found for x in (start, length, first, 0)]
             self.lists[rows, keys] = torch.tensor(flat, dtype=torch.int32, device="cuda"), len(
                 found
             )
         return self.lists[rows, keys]
+
+    def shared_bytes(self, keys):
+        """Of a token: what blocks of a kernel over queries or keys share."""
+        return 4 * self.dim * (self.heads // self.kv_heads if keys else 1)
+
+    def staying(self, name, geometry, keys, inputs, rest):
+        """Launches a wgmma kernel."""
+        others, tiles = geometry
+        rows, group = 128, self.heads // self.kv_heads
+        heads, each = (self.kv_heads, 1) if keys else (self.heads, group)
+        units, count = self.units(rows, keys)
+        items = torch.cat([units.new_tensor([0, 0x7F800000, 0, 0]), units])
+        section = max(1, SHARED_IN_CACHE // self.shared_bytes(keys) // self.tokens) * each
+        boxes = (others, rows, rows, others) if keys else (rows, others, others, rows)
+        row_tiles = 1 if name == "forward" else 2
+        shared = (row_tiles * rows + tiles * others) * self.dim * 2 + 3072
+        shared += 4 * tiles * others if keys else 0
+        arguments = [tensor_map(x, box) for x, box in zip(inputs, boxes)]
+        arguments += [*rest, items, count, heads, min(section, heads), *self.problem]
+        name = f"attention_{name}_wgmma_{self.dim}"
+        launch(name, (min(STAYING_BLOCKS, count * heads), 1, 1), 384, shared, arguments)
 
     def run_delta(self):
         name = "bf16" if self.dtype == torch.bfloat16 else "f32"
@@ -158,13 +209,11 @@ class Case:
         if engine == "plain":
             return self.plain("forward", self.heads, 4, inputs)
         if engine == "wgmma":
-            units, count = self.units(128, False)
-            threads, shared, name = 256, 5 * 128 * dim * 2 + 1024, f"attention_forward_wgmma_{dim}"
-        else:
-            warps, row = MMA[dim][0], dim * 2 + 16
-            units, count = self.units(warps * 16, False)
-            threads, name = warps * 32, f"attention_forward_{dim}"
-            shared = 32 * warps * row + (16 * warps * row if dim > 128 else 0)
+            return self.staying("forward", WGMMA[dim][0], False, inputs[:3], inputs[3:])
+        warps, row = MMA[dim][0], dim * 2 + 16
+        units, count = self.units(warps * 16, False)
+        threads, name = warps * 32, f"attention_forward_{dim}"
+        shared = 32 * warps * row + (16 * warps * row if dim > 128 else 0)
         launch(name, (count, self.heads, 1), threads, shared, [*inputs, units, *self.problem])
 
     def backward(self, engine):
@@ -173,28 +222,23 @@ class Case:
         if engine == "plain":
             self.plain("backward_queries", self.heads, 4, [*inputs, self.dq])
             return self.plain("backward_keys", self.kv_heads, 8, [*inputs, self.dk, self.dv])
-        row, slices = dim * 2 + 16, 1
         if engine == "wgmma":
-            keys, queries = WGMMA[dim]
-            rows, threads, infix = 128, 256, "wgmma_"
-            shared = (256 + 4 * keys) * dim * 2 + 1024, (256 + 4 * queries) * dim * 2 + 3072
-        else:
-            _, keys, queries, columns = MMA[dim]
-            rows, threads, infix, slices = 64, 128, "", dim // columns
-            shared = (128 + 4 * keys) * row, (128 + 4 * queries) * row + 16 * queries
-        units, count = self.units(rows, False)
-        name = f"attention_backward_queries_{infix}{dim}"
-        launch(
-            name,
-            (count, self.heads, 1),
-            threads,
-            shared[0],
-            [*inputs, self.dq, units, *self.problem],
-        )
-        units, count = self.units(rows, True)
-        name = f"attention_backward_keys_{infix}{dim}"
-        grid = (count, self.kv_heads, slices)
-        launch(name, grid, threads, shared[1], [*inputs, self.dk, self.dv, units, *self.problem])
+            _, queries, keys = WGMMA[dim]
+            rest = inputs[4:]
+            self.staying("backward_queries", queries, False, inputs[:4], [*rest, self.dq])
+            rest = [*rest, self.dk, self.dv]
+            return self.staying("backward_keys", keys, True, inputs[:4], rest)
+        row = dim * 2 + 16
+        _, keys, queries, columns = MMA[dim]
+        shared = (128 + 4 * keys) * row, (128 + 4 * queries) * row + 16 * queries
+        units, count = self.units(64, False)
+        grid = (count, self.heads, 1)
+        name = f"attention_backward_queries_{dim}"
+        launch(name, grid, 128, shared[0], [*inputs, self.dq, units, *self.problem])
+        units, count = self.units(64, True)
+        grid = (count, self.kv_heads, dim // columns)
+        name = f"attention_backward_keys_{dim}"
+        launch(name, grid, 128, shared[1], [*inputs, self.dk, self.dv, units, *self.problem])
 
     def plain(self, name, heads, floats, tensors):
         bounds = torch.tensor(self.bounds, dtype=torch.int32, device="cuda")

@@ -165,32 +165,54 @@ struct Tensor {
     }
 };
 
-template <int D, int KEYS, int QUERIES>
+// Two sections of heads where there are two or more; two blocks.
+template <int D, class Forward, class Queries, class Keys>
 struct Wgmma {
+    template <class Kernel>
+    static void run(const Shape& shape, int heads, u32 shared,
+                    Kernel kernel)
+    {
+        auto list = units_of(shape, UNIT_ROWS);
+        const u32 units = list.size() / 4;
+        list.insert(list.begin(), {0, float_to_bits(INFINITE), 0, 0});
+        const Work work = {list.data(), units, (u32)heads, (u32)(heads + 1) / 2};
+        launch(2, 1, 1, WGMMA_THREADS, shared, [&] { kernel(work); });
+    }
+    static TensorMap map(const u16* matrix, int heads, int rows, const Problem& p)
+    {
+        return TensorMap{matrix, D, heads, (int)p.tokens, rows};
+    }
     void forward(const Shape& shape, Problem p, u16* q, u16* k, u16* v, u16* o, float* lse)
     {
-        auto units = units_of(shape, 128);
-        launch(units.size() / 4, shape.heads, 1, 256, 5 * 128 * D * 2 + 1024,
-               [&] { forward_wgmma<D>(q, k, v, o, lse, units.data(), p); });
+        const int keys = Forward::N * 8;
+        const TensorMap qs = map(q, p.heads, UNIT_ROWS, p), ks = map(k, p.kv_heads, keys, p),
+                        vs = map(v, p.kv_heads, keys, p);
+        run(shape, p.heads, Forward::BYTES,
+            [&](const Work& work) { Forward::run(qs, ks, vs, o, lse, work, p); });
     }
     void queries(const Shape& shape, Problem p, u16* q, u16* k, u16* v, u16* dout, float* lse,
                  float* delta, u16* dq)
     {
-        auto units = units_of(shape, 128);
-        launch(units.size() / 4, shape.heads, 1, 256, (2 * 128 + 4 * KEYS) * D * 2 + 1024, [&] {
-            backward_queries_wgmma<D, KEYS>(q, k, v, dout, lse, delta, dq, units.data(), p);
+        const int keys = Queries::N * 8;
+        const TensorMap qs = map(q, p.heads, UNIT_ROWS, p), ks = map(k, p.kv_heads, keys, p),
+                        vs = map(v, p.kv_heads, keys, p), dos = map(dout, p.heads, UNIT_ROWS, p);
+        run(shape, p.heads, Queries::BYTES, [&](const Work& work) {
+            Queries::run(qs, ks, vs, dos, lse, delta, dq, work, p);
         });
     }
     void keys(const Shape& shape, Problem p, u16* q, u16* k, u16* v, u16* dout, float* lse,
               float* delta, u16* dk, u16* dv)
     {
-        auto units = units_of(shape, 128);
-        launch(
-            units.size() / 4, shape.kv_heads, 1, 256, (2 * 128 + 4 * QUERIES) * D * 2 + 3072, [&] {
-                backward_keys_wgmma<D, QUERIES>(q, k, v, dout, lse, delta, dk, dv, units.data(), p);
-            });
+        const int queries = Keys::N * 8;
+        const TensorMap qs = map(q, p.heads, queries, p), ks = map(k, p.kv_heads, UNIT_ROWS, p),
+                        vs = map(v, p.kv_heads, UNIT_ROWS, p), dos = map(dout, p.heads, queries, p);
+        run(shape, p.kv_heads, Keys::BYTES, [&](const Work& work) {
+            Keys::run(qs, ks, vs, dos, lse, delta, dk, dv, work, p);
+        });
     }
 };
+typedef Wgmma<64, Forward64, Queries64, Keys64> Wgmma64;
+typedef Wgmma<128, Forward128, Queries128, Keys128> Wgmma128;
 
 template <class T>
 struct Plain {
@@ -276,9 +298,9 @@ int main()
     check<u16>("mma", {1, 1, 80, all, {0, 140}}, 1, bf16, Tensor<80, 8, 64, 32, 80>());
     check<u16>("mma", {2, 2, 32, 1, {0, 64, 140}}, 1, bf16, Tensor<32, 8, 64, 64, 32>());
     check<u16>("mma", {2, 1, 256, 40, {0, 100, 130}}, 1, bf16, Tensor<256, 4, 16, 16, 128>());
-    check<u16>("wgmma", {1, 1, 64, all, {0, 200, 201, 233}}, 1, bf16, Wgmma<64, 128, 64>());
-    check<u16>("wgmma", {2, 1, 128, all, {0, 420}}, 3, bf16, Wgmma<128, 64, 64>());
-    check<u16>("wgmma", {1, 1, 128, 100, {0, 128, 500}}, 1, bf16, Wgmma<128, 64, 64>());
+    check<u16>("wgmma", {1, 1, 64, all, {0, 200, 201, 233}}, 1, bf16, Wgmma64());
+    check<u16>("wgmma", {2, 1, 128, all, {0, 420}}, 3, bf16, Wgmma128());
+    check<u16>("wgmma", {1, 1, 128, 100, {0, 128, 500}}, 1, bf16, Wgmma128());
     if (failures) printf("%d of the checks failed\n", failures);
     return failures != 0;
 }

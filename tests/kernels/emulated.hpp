@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -44,7 +45,7 @@ struct Fibre {
 static ucontext_t scheduler;
 static Fibre fibres[1024];
 static int thread_now, thread_count, block_now[3];
-static Meeting warp_meetings[32], group_meetings[8], block_meeting;
+static Meeting warp_meetings[32], group_meetings[8], named_meetings[16], block_meeting;
 alignas(1024) static unsigned char shared_bytes[232448];
 static u32 shared_limit;
 static std::function<void()> kernel;
@@ -79,6 +80,7 @@ static void fibre_main()
 static void run_block(int threads, bool backwards)
 {
     thread_count = threads;
+    for (Meeting& meeting : named_meetings) meeting = Meeting();
     for (auto& byte : shared_bytes) byte = 0xff;
     for (int i = 0; i < threads; ++i) {
         Fibre& f = fibres[i];
@@ -118,6 +120,7 @@ static void launch(int x, int y, int z, int threads, u32 shared, std::function<v
 
 #define ATTENTION_EMULATED
 #define DEVICE static inline
+#define DEVICE_MEMBER inline
 #define __global__
 #define __launch_bounds__(threads, blocks)
 #define THREAD thread_now
@@ -128,6 +131,7 @@ static void launch(int x, int y, int z, int threads, u32 shared, std::function<v
 #define BLOCK_Z block_now[2]
 #define SHARED_MEMORY 0u
 #define MINUS_INFINITY (-INFINITY)
+#define INFINITE INFINITY
 
 static unsigned char* shared_at(u32 at, u32 bytes)
 {
@@ -291,6 +295,18 @@ DEVICE float shuffle_xor(float x, int lanes)
     });
     return mine.out;
 }
+DEVICE u32 shuffle_xor(u32 x, int lanes)
+{
+    return float_to_bits(shuffle_xor(bits_to_float(x), lanes));
+}
+DEVICE u32 broadcast(u32 x)
+{
+    u32 mine = x;
+    meet(warp_meetings[WARP], 32, LANE, &mine, [](void** slots) {
+        for (int lane = 1; lane < 32; ++lane) *(u32*)slots[lane] = *(u32*)slots[0];
+    });
+    return mine;
+}
 DEVICE bool any_lane(bool x)
 {
     bool mine = x;
@@ -302,8 +318,132 @@ DEVICE bool any_lane(bool x)
     return mine;
 }
 
-// wgmma: done when it is issued; what a tile holds is found by its descriptor.
+// Barriers in shared memory, known by their address. A copy by tensor map poisons its target when
+// it starts; it comes when somebody waits for its barrier.
 #define ATTENTION_WGMMA
+#define TENSOR_MAP const TensorMap
+struct TensorMap {
+    const u16* matrix;
+    int width, heads, tokens, rows;
+};
+struct Barrier {
+    u32 expected = 0, arrived = 0, phase = 0;
+    long bytes = 0;
+    struct Box {
+        u32 to;
+        const TensorMap* map;
+        int column, head, token;
+    };
+    std::vector<Box> boxes;
+};
+static std::map<u32, Barrier> barriers;
+
+static void end_phase(Barrier& barrier)
+{
+    if (barrier.arrived != barrier.expected || barrier.bytes != 0) return;
+    barrier.arrived = 0;
+    ++barrier.phase;
+}
+DEVICE void barrier_init(u32 barrier, u32 arrivals)
+{
+    shared_at(barrier, 8);
+    barriers[barrier] = Barrier();
+    barriers[barrier].expected = arrivals;
+}
+DEVICE void barriers_publish() {}
+DEVICE void barrier_arrive_expecting(u32 at, u32 bytes)
+{
+    Barrier& barrier = barriers.at(at);
+    if (++barrier.arrived > barrier.expected) abort();
+    barrier.bytes += bytes;
+    end_phase(barrier);
+}
+DEVICE void barrier_arrive(u32 at)
+{
+    barrier_arrive_expecting(at, 0);
+}
+DEVICE void copy_box(u32 to, const TensorMap& map, int column, int head, int token, u32 at)
+{
+    if (to % 1024 != 0) abort();
+    memset(shared_at(to, 16), 0xff, map.rows * 128);
+    barriers.at(at).boxes.push_back({to, &map, column, head, token});
+}
+DEVICE void barrier_wait(u32 at, u32 parity)
+{
+    Barrier& barrier = barriers.at(at);
+    while ((barrier.phase & 1) == parity) {
+        for (const Barrier::Box& box : barrier.boxes) {
+            const TensorMap& map = *box.map;
+            for (int row = 0; row < map.rows; ++row)
+                for (int x = 0; x < 64; ++x) {
+                    const int token = box.token + row, column = box.column + x;
+                    u16 value = 0;
+                    if (token < map.tokens && column < map.width)
+                        value = map.matrix[((size_t)token * map.heads + box.head) * map.width +
+                                           column];
+                    u32 to = box.to + row * 128 + x * 2;
+                    to ^= (to >> 7 & 7) << 4;
+                    memcpy(shared_at(to, 2), &value, 2);
+                }
+            barrier.bytes -= map.rows * 128;
+        }
+        if (!barrier.boxes.empty()) {
+            barrier.boxes.clear();
+            end_phase(barrier);
+            continue;
+        }
+        give_way();
+    }
+}
+
+DEVICE void copies_arrive(u32 barrier)
+{
+    copies_wait();
+    barrier_arrive(barrier);
+}
+static bool named_come(int id, int threads)
+{
+    Meeting& meeting = named_meetings[id];
+    if (++meeting.arrived != threads) return false;
+    meeting.arrived = 0;
+    ++meeting.generation;
+    return true;
+}
+DEVICE void named_arrive(int id, int threads)
+{
+    named_come(id, threads);
+}
+DEVICE void named_wait(int id, int threads)
+{
+    const int generation = named_meetings[id].generation;
+    if (named_come(id, threads)) return;
+    while (named_meetings[id].generation == generation) give_way();
+}
+
+template <int COUNT>
+DEVICE void registers_raise()
+{
+}
+template <int COUNT>
+DEVICE void registers_lower()
+{
+}
+DEVICE void store_word(u32 to, u32 x)
+{
+    memcpy(shared_at(to, 4), &x, 4);
+}
+DEVICE u32 load_word(u32 from)
+{
+    u32 x;
+    memcpy(&x, shared_at(from, 4), 4);
+    return x;
+}
+DEVICE u32 count_up(u32* counter)
+{
+    return (*counter)++;
+}
+
+// wgmma: done when it is issued; what a tile holds is found by its descriptor.
 DEVICE void compute_first(u32 bits, u32 scratch)
 {
     memcpy(shared_at(scratch, 4), &bits, 4);
@@ -314,7 +454,6 @@ template <int PENDING>
 DEVICE void wgmma_wait()
 {
 }
-DEVICE void publish_to_wgmma() {}
 template <int N>
 DEVICE void pin(float (&)[N][4])
 {
@@ -339,7 +478,7 @@ struct WgmmaThread {
     float (*c)[4];
     const u32* a;  // null if by descriptor
     u64 a_tile, b_tile;
-    bool add;
+    bool add, transposed;  // b: [rows][k]
 };
 static void wgmma_of_group(void** slots, int tiles)
 {
@@ -358,8 +497,9 @@ static void wgmma_of_group(void** slots, int tiles)
             for (int k = 0; k < 16; ++k) a[r][k] = operand(first.a_tile, r, k, true);
     for (int n = 0; n < tiles * 8; ++n)
         for (int k = 0; k < 16; ++k)
-            b[n][k] =
-                first.a ? operand(first.b_tile, k, n, false) : operand(first.b_tile, n, k, true);
+            b[n][k] = first.transposed
+                          ? operand(first.b_tile, n, k, true)
+                          : operand(first.b_tile, k, n, false);
     for (int thread = 0; thread < 128; ++thread)
         for (int n = 0; n < tiles; ++n)
             for (int i = 0; i < 4; ++i) {
@@ -374,14 +514,21 @@ static void wgmma_of_group(void** slots, int tiles)
 template <int N>
 DEVICE void wgmma_shared(float (&c)[N][4], u64 a, u64 b, bool add)
 {
-    WgmmaThread mine = {c, nullptr, a, b, add};
+    WgmmaThread mine = {c, nullptr, a, b, add, true};
     meet(group_meetings[thread_now / 128], 128, thread_now % 128, &mine,
          [](void** slots) { wgmma_of_group(slots, N); });
 }
 template <int N>
 DEVICE void wgmma_registers(float (&c)[N][4], const u32 (&a)[4], u64 b)
 {
-    WgmmaThread mine = {c, a, 0, b, true};
+    WgmmaThread mine = {c, a, 0, b, true, false};
+    meet(group_meetings[thread_now / 128], 128, thread_now % 128, &mine,
+         [](void** slots) { wgmma_of_group(slots, N); });
+}
+template <int N>
+DEVICE void wgmma_registers_transposed(float (&c)[N][4], const u32 (&a)[4], u64 b, bool add)
+{
+    WgmmaThread mine = {c, a, 0, b, add, true};
     meet(group_meetings[thread_now / 128], 128, thread_now % 128, &mine,
          [](void** slots) { wgmma_of_group(slots, N); });
 }

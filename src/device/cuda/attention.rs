@@ -5,9 +5,14 @@
 //!   memory than the card gives a block) uses the plain kernels: slow, as right.
 //! - A unit is a block of queries or keys of one packed sequence; units come longest first, so that
 //!   the last blocks of a grid are short. The order decides no sum.
+//! - The wgmma kernels' blocks take items (a unit of a head) from a counter in front of the list,
+//!   heads and sequences in sections whose keys and values the L2 cache holds.
 //! - delta (`[heads, T]` f32) lies in the compute stream's workspace between the backward's
 //!   launches.
 
+use std::cmp::Reverse;
+
+use super::driver::TensorMap;
 use super::{Argument, CudaDevice, Dtype, View, assert_apart};
 use crate::device::ops::AttentionShape;
 
@@ -15,6 +20,15 @@ use crate::device::ops::AttentionShape;
 const PLAIN_ROWS: u64 = 4;
 /// u32 that describe a unit: first token of its sequence, length, first row, 0.
 const UNIT_WORDS: usize = 4;
+
+/// In front of a list of the wgmma kernels: the next item, +∞ as f32, two unused.
+const LIST_HEAD: [u32; UNIT_WORDS] = [0, f32::INFINITY.to_bits(), 0, 0];
+/// Blocks of the wgmma kernels, each on a multiprocessor of its own: an H100 or H200 has 132. More
+/// than there are wait, and find nothing left.
+const STAYING_BLOCKS: u64 = 132;
+/// Bytes of keys and values (or queries and their gradients) that blocks at work share in the L2
+/// cache.
+const SHARED_IN_CACHE: u64 = 32 << 20;
 
 /// A kernel with its geometry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,8 +38,17 @@ struct Launch {
     rows: u64,
     threads: u32,
     shared_bytes: u64,
-    /// Blocks that share the columns of a row.
-    slices: u32,
+    grid: Grid,
+}
+
+/// What a kernel's blocks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Grid {
+    /// Units times heads times blocks that share the columns of a row.
+    Units { slices: u32 },
+    /// Blocks that take items; boxes of as many queries (of as many keys, where the rows are
+    /// queries) are copied beside those of the rows.
+    Items { others: u32 },
 }
 
 /// The three tensor-core kernels of a head width.
@@ -61,21 +84,23 @@ const fn mma(names: [&'static str; 3], tiles: &Tiles) -> Engine {
             rows: 16 * tiles.warps,
             threads: 32 * tiles.warps as u32,
             shared_bytes: (32 * tiles.warps + held) * row_bytes,
-            slices: 1,
+            grid: Grid::Units { slices: 1 },
         },
         queries: Launch {
             name: names[1],
             rows: 64,
             threads: 128,
             shared_bytes: (128 + 4 * tiles.keys) * row_bytes,
-            slices: 1,
+            grid: Grid::Units { slices: 1 },
         },
         keys: Launch {
             name: names[2],
             rows: 64,
             threads: 128,
             shared_bytes: (128 + 4 * tiles.queries) * row_bytes + 16 * tiles.queries,
-            slices: (tiles.head_dim / tiles.columns) as u32,
+            grid: Grid::Units {
+                slices: (tiles.head_dim / tiles.columns) as u32,
+            },
         },
     }
 }
@@ -108,17 +133,24 @@ engines! {
     256: 4, 16, 16, 128;
 }
 
-/// The wgmma kernels of a head width; keys and queries of a tile as in `WGMMA_KERNELS`.
+/// Of a wgmma kernel, as in `attention.cu`: rows of a tile of what its unit does not consist of,
+/// and how many such tiles are in shared memory.
+struct Rings {
+    others: u32,
+    tiles: u32,
+}
+
+/// The wgmma kernels of a head width.
 fn wgmma(head_dim: u64) -> Option<Engine> {
-    let (names, keys, queries) = match head_dim {
+    let rings = |others, tiles| Rings { others, tiles };
+    let (names, queries) = match head_dim {
         64 => (
             [
                 "attention_forward_wgmma_64",
                 "attention_backward_queries_wgmma_64",
                 "attention_backward_keys_wgmma_64",
             ],
-            128,
-            64,
+            rings(96, 5),
         ),
         128 => (
             [
@@ -126,24 +158,29 @@ fn wgmma(head_dim: u64) -> Option<Engine> {
                 "attention_backward_queries_wgmma_128",
                 "attention_backward_keys_wgmma_128",
             ],
-            64,
-            64,
+            rings(64, 8),
         ),
         _ => return None,
     };
-    let launch = |name, shared_bytes| Launch {
-        name,
-        rows: 128,
-        threads: 256,
-        shared_bytes,
-        slices: 1,
+    // Row tiles of q, of q and do, of k and v; of a ring of queries, lse and delta too; barriers
+    // and scratch take less than 3 KiB.
+    let launch = |name, row_tiles: u32, rings: Rings, sums_bytes: u64| {
+        let rows = u64::from(row_tiles * 128 + rings.tiles * rings.others);
+        Launch {
+            name,
+            rows: 128,
+            threads: 384,
+            shared_bytes: rows * head_dim * 2 + sums_bytes + (3 << 10),
+            grid: Grid::Items {
+                others: rings.others,
+            },
+        }
     };
-    let row_bytes = head_dim * 2;
     Some(Engine {
         head_dim,
-        forward: launch(names[0], 5 * 128 * row_bytes + 1024),
-        queries: launch(names[1], (256 + 4 * keys) * row_bytes + 1024),
-        keys: launch(names[2], (256 + 4 * queries) * row_bytes + 3072),
+        forward: launch(names[0], 1, rings(128, 4), 0),
+        queries: launch(names[1], 2, queries, 0),
+        keys: launch(names[2], 2, rings(64, 8), 4 * 64 * 8),
     })
 }
 
@@ -177,8 +214,9 @@ enum Rows {
     Keys,
 }
 
-/// The units of `rows` rows of all sequences, longest first; equal ones in order.
-fn units(bounds: &[u32], rows: u64, window: u64, kind: Rows) -> Vec<u32> {
+/// The units of `rows` rows of all sequences; of sequences that start in the same `section` tokens
+/// longest first, equal ones in order.
+fn units(bounds: &[u32], rows: u64, window: u64, kind: Rows, section: u64) -> Vec<u32> {
     let mut found = Vec::new();
     for ends in bounds.windows(2) {
         let length = u64::from(ends[1] - ends[0]);
@@ -188,10 +226,11 @@ fn units(bounds: &[u32], rows: u64, window: u64, kind: Rows) -> Vec<u32> {
                 Rows::Queries => last - (first + 1).saturating_sub(window),
                 Rows::Keys => length.min(last - 1 + window) - first,
             };
-            found.push((cost, [ends[0], ends[1] - ends[0], index(first), 0]));
+            let order = (u64::from(ends[0]) / section, Reverse(cost));
+            found.push((order, [ends[0], ends[1] - ends[0], index(first), 0]));
         }
     }
-    found.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
+    found.sort_by_key(|(order, _)| *order);
     found.into_iter().flat_map(|(_, unit)| unit).collect()
 }
 
@@ -277,10 +316,14 @@ impl CudaDevice {
         if geometry.tokens == 0 {
             return;
         }
-        let arguments = self.pointers(&[q, k, v, o, lse]);
+        let rest = self.pointers(&[o, lse]);
         match self.attention_engine(&geometry, &[q, k, v, o]) {
-            Some(engine) => self.launch_units(&geometry, engine.forward, Rows::Queries, arguments),
+            Some(engine) => {
+                self.launch_units(&geometry, engine.forward, Rows::Queries, &[q, k, v], rest);
+            }
             None => {
+                let mut arguments = self.pointers(&[q, k, v]);
+                arguments.extend(rest);
                 let names = [
                     "attention_forward_plain_bf16",
                     "attention_forward_plain_f32",
@@ -312,17 +355,26 @@ impl CudaDevice {
         }
         let delta = Argument::Pointer(self.workspace(4 * geometry.heads * geometry.tokens));
         self.launch_delta(&geometry, &[o, do_], delta);
-        let mut inputs = self.pointers(&[q, k, v, do_, lse]);
-        inputs.push(delta);
-        let (mut for_keys, mut for_queries) = (inputs.clone(), inputs);
-        for_queries.extend(self.pointers(&[dq]));
-        for_keys.extend(self.pointers(&[dk, dv]));
+        let inputs = [q, k, v, do_];
+        let mut sums = self.pointers(&[lse]);
+        sums.push(delta);
+        let with = |outputs: &[View]| [sums.clone(), self.pointers(outputs)].concat();
+        let (for_queries, for_keys) = (with(&[dq]), with(&[dk, dv]));
         match self.attention_engine(&geometry, &[q, k, v, do_, dq, dk, dv]) {
             Some(engine) => {
-                self.launch_units(&geometry, engine.queries, Rows::Queries, for_queries);
-                self.launch_units(&geometry, engine.keys, Rows::Keys, for_keys);
+                self.launch_units(
+                    &geometry,
+                    engine.queries,
+                    Rows::Queries,
+                    &inputs,
+                    for_queries,
+                );
+                self.launch_units(&geometry, engine.keys, Rows::Keys, &inputs, for_keys);
             }
             None => {
+                let inputs = self.pointers(&inputs);
+                let for_queries = [inputs.clone(), for_queries].concat();
+                let for_keys = [inputs, for_keys].concat();
                 let bounds = self.stage_u32(geometry.bounds);
                 let names = [
                     "attention_backward_queries_plain_bf16",
@@ -352,29 +404,90 @@ impl CudaDevice {
         engine(geometry.head_dim, self.capability())
     }
 
-    /// Launches a tensor-core kernel over the units of its rows.
+    /// Launches a tensor-core kernel over the units of its rows: `inputs` are q, k, v and, of the
+    /// gradients, do; `rest` are its parameters from there to the list.
     fn launch_units(
         &self,
         geometry: &Geometry<'_>,
         launch: Launch,
         kind: Rows,
-        mut arguments: Vec<Argument>,
+        inputs: &[View],
+        rest: Vec<Argument>,
     ) {
-        let units = units(geometry.bounds, launch.rows, geometry.window, kind);
-        let heads = match kind {
-            Rows::Queries => geometry.heads,
-            Rows::Keys => geometry.kv_heads,
+        let group = geometry.heads / geometry.kv_heads;
+        // What the items of a head share: k and v, or q and do of the group.
+        let (heads, group_heads, shared) = match kind {
+            Rows::Queries => (geometry.heads, group, 1),
+            Rows::Keys => (geometry.kv_heads, 1, group),
         };
-        let blocks = index((units.len() / UNIT_WORDS) as u64);
-        arguments.push(Argument::Pointer(self.stage_u32(&units)));
+        let token_bytes = 2 * 2 * geometry.head_dim * shared;
+        let section = (SHARED_IN_CACHE / token_bytes).max(1);
+        let mut units = units(geometry.bounds, launch.rows, geometry.window, kind, section);
+        let count = (units.len() / UNIT_WORDS) as u64;
+        let mut arguments;
+        let grid = match launch.grid {
+            Grid::Units { slices } => {
+                arguments = self.pointers(inputs);
+                arguments.extend(rest);
+                arguments.push(Argument::Pointer(self.stage_u32(&units)));
+                (index(count), index(heads), slices)
+            }
+            Grid::Items { others } => {
+                arguments = self.maps(geometry, inputs, kind, index(launch.rows), others);
+                arguments.extend(rest);
+                units.splice(0..0, LIST_HEAD);
+                arguments.push(Argument::Pointer(self.stage_u32(&units)));
+                let sections = (section / geometry.tokens).max(1) * group_heads;
+                arguments.extend(
+                    [count, heads, sections.min(heads)].map(|size| Argument::U32(index(size))),
+                );
+                (index(STAYING_BLOCKS.min(count * heads)), 1, 1)
+            }
+        };
         arguments.extend(geometry.problem());
         self.launch(
             launch.name,
-            (blocks, index(heads), launch.slices),
+            grid,
             (launch.threads, 1, 1),
             index(launch.shared_bytes),
             &arguments,
         );
+    }
+
+    /// Tensor maps of q, k, v and do: boxes of `rows` tokens of what the rows are, of `others` of
+    /// the other two. Empty after a failure, when nothing is launched.
+    fn maps(
+        &self,
+        geometry: &Geometry<'_>,
+        inputs: &[View],
+        kind: Rows,
+        rows: u32,
+        others: u32,
+    ) -> Vec<Argument> {
+        let (queries, keys) = match kind {
+            Rows::Queries => (rows, others),
+            Rows::Keys => (others, rows),
+        };
+        let shapes = [
+            (geometry.heads, queries),
+            (geometry.kv_heads, keys),
+            (geometry.kv_heads, keys),
+            (geometry.heads, queries),
+        ];
+        let mut maps = Vec::new();
+        self.attempt(|| {
+            for (view, (heads, rows)) in inputs.iter().zip(shapes) {
+                maps.push(Argument::Map(TensorMap::of_heads(
+                    self.pointer(*view),
+                    geometry.tokens,
+                    heads,
+                    geometry.head_dim,
+                    rows,
+                )?));
+            }
+            Ok(())
+        });
+        maps
     }
 
     /// Launches a plain kernel over all tokens; its rows' f32 sums are in shared memory.
@@ -442,7 +555,7 @@ mod tests {
             (64, 700, Rows::Keys),
             (128, 1, Rows::Keys),
         ] {
-            let units = units(&bounds, rows, window, kind);
+            let units = units(&bounds, rows, window, kind, 1 << 20);
             let mut seen = vec![0; 700];
             let mut longest = u64::MAX;
             for unit in units.chunks(UNIT_WORDS) {

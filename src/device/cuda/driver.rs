@@ -67,6 +67,55 @@ thread_local! {
 /// thread remembers the number.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
+/// How a matrix of bf16 lies in device memory, for kernels that copy boxes of it (sm_90).
+#[derive(Clone, Copy, Debug)]
+pub(in crate::device) struct TensorMap(sys::CUtensorMap);
+
+impl TensorMap {
+    /// `[tokens, heads, head_dim]` at `address` (a multiple of 16; heads of a multiple of 8), in
+    /// boxes of `rows` tokens of 64 columns of one head, in shared memory with the 128-byte
+    /// swizzle. What a box has beyond the matrix is zeros.
+    pub(super) fn of_heads(
+        address: u64,
+        tokens: u64,
+        heads: u64,
+        head_dim: u64,
+        rows: u32,
+    ) -> Result<TensorMap, Fault> {
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        let sizes = [head_dim, heads, tokens];
+        let strides = [head_dim * 2, heads * head_dim * 2];
+        let (part, step) = ([64, 1, rows], [1; 3]);
+        // SAFETY: the driver reads three sizes, parts and steps and two strides, and writes the
+        // map; it does not read the matrix.
+        let encoded = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map,
+                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                3,
+                address as *mut c_void,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                part.as_ptr(),
+                step.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        checked(encoded, || {
+            format!("tensor map of {sizes:?} elements, boxes of {part:?}")
+        })?;
+        Ok(TensorMap(map))
+    }
+
+    /// Where it is, for a launch to copy it.
+    pub(super) fn place(&self) -> *mut c_void {
+        std::ptr::from_ref(&self.0).cast_mut().cast()
+    }
+}
+
 /// The primary context of a card.
 pub(super) struct Context {
     raw: sys::CUcontext,

@@ -38,7 +38,7 @@ use super::cpu::assert_apart;
 use super::{Dtype, View};
 use crate::error::{Error, Result};
 use crate::host::Span;
-use driver::{Context, DeviceMemory, Event, Fault, Stream, checked};
+use driver::{Context, DeviceMemory, Event, Fault, Stream, TensorMap, checked};
 use gemm::{BIAS_BYTES_MAX, Gemm};
 use staging::Staging;
 
@@ -79,16 +79,20 @@ pub(super) enum Argument {
     U32(u32),
     U64(u64),
     F32(f32),
+    Map(TensorMap),
 }
 
 impl Argument {
-    /// The parameter in the low bytes of a word.
-    fn word(self) -> u64 {
-        match self {
+    /// The parameter's address: its own where it is a map, else that of `word`, which gets the
+    /// parameter in its low bytes.
+    fn place(&self, word: &mut u64) -> *mut c_void {
+        *word = match *self {
             Argument::Pointer(v) | Argument::U64(v) => v,
             Argument::U32(v) => u64::from(v),
             Argument::F32(v) => u64::from(v.to_bits()),
-        }
+            Argument::Map(ref map) => return map.place(),
+        };
+        std::ptr::from_mut(word).cast()
     }
 }
 
@@ -332,13 +336,13 @@ impl CudaDevice {
         }
         self.attempt(|| {
             let kernel = self.kernel(name, shared_bytes)?;
-            let mut words: Vec<u64> = arguments.iter().map(|argument| argument.word()).collect();
-            let mut pointers: Vec<*mut c_void> = words
-                .iter_mut()
-                .map(|word| std::ptr::from_mut(word).cast())
+            let mut words = vec![0; arguments.len()];
+            let placed = arguments.iter().zip(&mut words);
+            let mut pointers: Vec<*mut c_void> = placed
+                .map(|(argument, word)| argument.place(word))
                 .collect();
             // SAFETY: the wrappers in this room pass each kernel the parameters that its source
-            // declares, with ranges in bounds by `pointer`; the driver copies the words before it
+            // declares, with ranges in bounds by `pointer`; the driver copies them before it
             // returns (little-endian, so a short parameter is a word's first bytes).
             let launched = unsafe {
                 sys::cuLaunchKernel(
