@@ -1,8 +1,8 @@
 //! Goal: a commit is the state after its step, whatever the next step does meanwhile, and the next
 //! step is what it would be without it (invariants 1 and 2).
-//! Method: a tiny model is trained through the engine, with a commit after every step on a thread of
-//! its own, onto a simulated disk. Each commit is compared, extent by extent, with the state of a
-//! run that stood still to be looked at. A slow disk makes updates wait; a run that does not hold
+//! Method: a tiny model is trained through the engine, with a commit after every step on a thread
+//! of its own, onto a simulated disk. Each commit is compared, extent by extent, with the state of
+//! a run that stood still to be looked at. A slow disk makes updates wait; a run that does not hold
 //! its tiles shows that they have to; a write that fails leaves the commit before.
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 

@@ -4,8 +4,8 @@
 //!   second backward of step 7. Steps are counted from 1, and so are the actions of that name in a
 //!   step.
 //! - `commit:PHASE:NTH`, as `commit:manifestflushed:1`: when this process's first commit is there.
-//! - `LANE:ACTION:STEP[:NTH]@PHASE:NTH`, as `compute:loss:4@extents:1`: just before the action, when
-//!   the commit, which stays in that phase until then, is there: both at once.
+//! - `LANE:ACTION:STEP[:NTH]@PHASE:NTH`, as `compute:loss:4@extents:1`: just before the action,
+//!   when the commit, which stays in that phase until then, is there: both at once.
 
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
