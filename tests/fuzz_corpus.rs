@@ -182,5 +182,6 @@ targets!(
     config,
     tokenizer,
     rows,
-    run
+    run,
+    zstd
 );

@@ -5,6 +5,7 @@
 //! Structures with a checksum are tried as they are and with the checksum put right: it guards
 //! against accidents, not against a writer of bad files.
 
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -14,7 +15,8 @@ use terrace::hf::WeightSource;
 use terrace::hf::safetensors::SafetensorsFile;
 use terrace::host::HostArena;
 use terrace::model::ModelSpec;
-use terrace::store::format::{self, Manifest, Superblock, manifest, superblock};
+use terrace::store::codec::Coder;
+use terrace::store::format::{self, Manifest, Stored, Superblock, manifest, superblock};
 use terrace::store::sim::{Faults, SimDisk};
 use terrace::store::{CheckpointStore, Spec, StoredSection, checksum};
 use terrace::tile::{Section, TileId};
@@ -23,7 +25,7 @@ use terrace::tile::{Section, TileId};
 pub(crate) type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub(crate) const TARGETS: [Target; 9] = [
+pub(crate) const TARGETS: [Target; 10] = [
     ("superblock", superblock),
     ("manifest", manifest),
     ("store", store),
@@ -33,6 +35,7 @@ pub(crate) const TARGETS: [Target; 9] = [
     ("tokenizer", tokenizer),
     ("rows", rows),
     ("run", run),
+    ("zstd", zstd),
 ];
 
 /// Inputs that are right, of a target that has none in the corpus: what a writer writes.
@@ -49,7 +52,50 @@ pub(crate) fn seeds(target: &str) -> Vec<Vec<u8>> {
             bytes.extend([0; 32]);
             vec![bytes, vec![2, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']]
         }
+        "zstd" => {
+            let mut slab = vec![0; FRAME_BYTES_MAX];
+            let payload = 12_000;
+            let values = (0..payload).map(|index| (index / 7) as u8);
+            let values: Vec<u8> = values.collect();
+            slab[..payload].copy_from_slice(&values);
+            let coded = CODER.with_borrow_mut(|coder| coder.encode(&mut slab, payload, 4, 1));
+            let Ok(Stored::Zstd { bytes }) = coded else {
+                return Vec::new();
+            };
+            let mut input = vec![3];
+            input.extend_from_slice(&(payload as u16 - 1).to_le_bytes());
+            input.extend_from_slice(&slab[..bytes as usize]);
+            vec![input]
+        }
         _ => Vec::new(),
+    }
+}
+
+/// Most bytes of a frame and of what it holds, here.
+const FRAME_BYTES_MAX: usize = 1 << 17;
+
+thread_local! {
+    static CODER: RefCell<Coder> = RefCell::new(Coder::new().expect("a coder's memory"));
+}
+
+/// The bytes of an element, the length of the payload, then a frame.
+fn zstd(data: &[u8]) {
+    let [element, low, high, frame @ ..] = data else {
+        return;
+    };
+    let payload = 1 + usize::from(u16::from_le_bytes([*low, *high]));
+    let stored = frame.len().min(FRAME_BYTES_MAX);
+    let mut slab = vec![0xee; FRAME_BYTES_MAX];
+    slab[..stored].copy_from_slice(&frame[..stored]);
+    let element_bytes = 1 + usize::from(element % 4);
+    for payload in [payload, payload - 1] {
+        let decoded = CODER.with_borrow_mut(|coder| {
+            let payload = payload.max(1);
+            coder.decode(&mut slab.clone(), stored, payload, element_bytes)
+        });
+        if let Err(error) = decoded {
+            assert_eq!(error.kind(), std::io::ErrorKind::InvalidData, "{error}");
+        }
     }
 }
 
