@@ -114,8 +114,8 @@ impl TextTokenizer {
                 "copy it again from the model's repository",
             )
         };
-        // The library panics where a decoder is not JSON.
-        serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| wrong(e.into()))?;
+        // The library panics where a decoder is not JSON, its strings too.
+        parse_json(json, place)?;
         let mut files_hash = XxHash3_128::new();
         for bytes in [json, config, template.unwrap_or_default()] {
             files_hash.write(&bytes.len().to_le_bytes());
