@@ -99,7 +99,7 @@ fn work(directory: &Path, engine: Option<IoEngine>, count: u64) -> Result<()> {
         engine,
         ..commits::spec()
     };
-    let mut store = CheckpointStore::open_or_create(directory, &spec)?;
+    let mut store = open(directory, &spec)?;
     // The harness prints without an end of line before.
     println!("\nopened");
     for sentence in store.sentences() {
@@ -115,13 +115,25 @@ fn work(directory: &Path, engine: Option<IoEngine>, count: u64) -> Result<()> {
     Ok(())
 }
 
+/// Opens a store. A lock that was just let go of may be held for a moment by a process that another
+/// thread starts: it has the lock's file until it runs its own program.
+fn open(directory: &Path, spec: &Spec) -> Result<CheckpointStore> {
+    let mut attempts = 0;
+    loop {
+        match CheckpointStore::open_or_create(directory, spec) {
+            Err(Error::Busy { .. }) if attempts < 200 => attempts += 1,
+            opened => return opened,
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
 /// Opens the store that a child left and verifies all of it. `None`: there is none.
 pub(crate) fn look(directory: &Path, ring: &Ring) -> std::result::Result<Vec<u64>, String> {
     if !CheckpointStore::exists(directory) {
         return Ok(Vec::new());
     }
-    let store = CheckpointStore::open_or_create(directory, &commits::spec());
-    let store = store.map_err(|e| e.to_string())?;
+    let store = open(directory, &commits::spec()).map_err(|e| e.to_string())?;
     let lost = store
         .sentences()
         .iter()
