@@ -808,7 +808,7 @@ fn a_plan_takes_its_rates_from_a_profile() {
         (
             "zstd_ratio",
             "zstd_ration",
-            "profile: bad.toml:22: expected a profile, got unknown field `zstd_ration`, expected one of ",
+            "profile: bad.toml:20: expected a profile, got unknown field `zstd_ration`, expected one of ",
         ),
         (
             "= 3e9",
@@ -823,7 +823,7 @@ fn a_plan_takes_its_rates_from_a_profile() {
         (
             "= 3e9",
             "= \"fast\"",
-            "profile: bad.toml:35: expected a profile, got invalid type: string \"fast\", expected f64; measure again",
+            "profile: bad.toml:34: expected a profile, got invalid type: string \"fast\", expected f64; measure again",
         ),
     ] {
         assert!(PROFILE.contains(from));
