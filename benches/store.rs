@@ -1,4 +1,5 @@
-//! What does a store cost that does nothing, how long does it take to open, how fast does it resume?
+//! What does a store cost that does nothing, how long does it take to open, how fast does it
+//! resume?
 //!
 //! `cargo bench --bench store -- DIRECTORY [--tiles 10000] [--mebibytes 512]`; `benches/store.py`
 //! has the comparison with fio.

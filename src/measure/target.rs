@@ -377,13 +377,8 @@ impl Target {
         Ok(true)
     }
 
-    /// A disk of the trainer's on this file, and a sentence that says which.
-    pub(super) fn open(
-        &self,
-        direct: Option<bool>,
-        engine: Option<IoEngine>,
-        memory: &[Span],
-    ) -> Result<(Box<dyn Disk>, String)> {
+    /// The file, and whether past the page cache: as asked, else where the file system can.
+    fn open_file(&self, direct: Option<bool>) -> Result<(File, bool)> {
         let open = |direct: bool| {
             let flag = if direct { libc::O_DIRECT } else { 0 };
             let link = if self.writable { libc::O_NOFOLLOW } else { 0 };
@@ -393,11 +388,11 @@ impl Target {
                 .custom_flags(flag | link | libc::O_CLOEXEC)
                 .open(&self.path)
         };
-        let (file, direct) = match (open(direct.unwrap_or(true)), direct) {
-            (Ok(file), _) => (file, direct.unwrap_or(true)),
+        match (open(direct.unwrap_or(true)), direct) {
+            (Ok(file), _) => Ok((file, direct.unwrap_or(true))),
             (Err(error), None) if error.raw_os_error() == Some(libc::EINVAL) => {
                 let file = open(false).map_err(|e| Error::io("open", &self.path, e))?;
-                (file, false)
+                Ok((file, false))
             }
             (Err(source), _) => {
                 let remedy = match source.raw_os_error() {
@@ -405,14 +400,24 @@ impl Target {
                     _ => "",
                 };
                 let (path, remedy) = (self.path.clone(), remedy.to_string());
-                return Err(Error::Io {
+                Err(Error::Io {
                     action: "open",
                     path,
                     source,
                     remedy,
-                });
+                })
             }
-        };
+        }
+    }
+
+    /// A disk of the trainer's on this file, and a sentence that says which.
+    pub(super) fn open(
+        &self,
+        direct: Option<bool>,
+        engine: Option<IoEngine>,
+        memory: &[Span],
+    ) -> Result<(Box<dyn Disk>, String)> {
+        let (file, direct) = self.open_file(direct)?;
         let tried = |engine: IoEngine| {
             let file = file.try_clone()?;
             let (file_system, sentence) = (String::new(), String::new());

@@ -204,6 +204,14 @@ fn lines(profile: &Profile) -> String {
         line("host to device", gigabytes(device.promote_bytes_per_second));
         line("device to host", gigabytes(device.demote_bytes_per_second));
     }
+    text + &store_lines(profile)
+}
+
+/// A direction of a store a line.
+fn store_lines(profile: &Profile) -> String {
+    let gigabytes = |rate: f64| format!("{:.2} GB/s", rate / 1e9);
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| text.push_str(&format!("{name:<17}{value}\n"));
     for store in &profile.store {
         let direct = if store.direct { "direct" } else { "buffered" };
         let (path, system) = (store.path.display(), &store.file_system);
