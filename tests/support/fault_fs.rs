@@ -1,8 +1,8 @@
 //! A file system of one directory, in memory, mounted through FUSE: real files beneath the real
 //! engines, that fail and lose power on demand.
 //!
-//! Fault model: every request that does I/O or changes a name is counted; one, or all from one on,
-//! fail with EIO and change nothing, or a transfer moves a part. Power failing keeps, loses or
+//! Fault model: every request that does I/O or changes a name is counted, or those of one kind; one,
+//! or all from one on, fail and change nothing, or a transfer moves a part. Power failing keeps, loses or
 //! tears (at 512 bytes) each write since the file's last flush, and keeps the names as they were at
 //! some instant since the directory's last flush.
 #![allow(dead_code, reason = "each test file uses a part")]
@@ -22,6 +22,13 @@ const ROOT: u64 = 1;
 /// Most bytes of a transfer.
 const TRANSFER_MAX: usize = 1 << 20;
 
+/// A kind of request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Transfer {
+    Read,
+    Write,
+}
+
 /// What fails, by the number of the request since [`FaultFs::set_faults`], counted from 1.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct FsFaults {
@@ -29,6 +36,10 @@ pub(crate) struct FsFaults {
     pub(crate) error_at: Option<u64>,
     /// This one and all later ones fail.
     pub(crate) error_from: Option<u64>,
+    /// Only requests of this kind are counted and fail.
+    pub(crate) only: Option<Transfer>,
+    /// What they fail with; EIO where nothing is said.
+    pub(crate) errno: Option<i32>,
     /// Reads and writes of more than a page move a part.
     pub(crate) short: bool,
     /// A file's flush does nothing and succeeds: what a suite must notice.
@@ -141,8 +152,15 @@ struct State {
 }
 
 impl State {
-    /// Counts a request; `Err` if it is one that fails.
+    /// Counts a request that moves no data; `Err` if it is one that fails.
     fn count(&mut self) -> Outcome<()> {
+        self.count_kind(None)
+    }
+
+    fn count_kind(&mut self, kind: Option<Transfer>) -> Outcome<()> {
+        if self.faults.only.is_some() && self.faults.only != kind {
+            return Ok(());
+        }
         self.requests += 1;
         let fails = self.faults.error_at == Some(self.requests)
             || self
@@ -150,7 +168,7 @@ impl State {
                 .error_from
                 .is_some_and(|from| self.requests >= from);
         match fails {
-            true => Err(libc::EIO),
+            true => Err(self.faults.errno.unwrap_or(libc::EIO)),
             false => Ok(()),
         }
     }
@@ -477,14 +495,14 @@ fn init(body: &Body<'_>) -> Packed {
 }
 
 fn read(state: &mut State, ino: u64, body: &Body<'_>) -> Outcome<Packed> {
-    state.count()?;
+    state.count_kind(Some(Transfer::Read))?;
     let bytes = state.part(body.word(16) as usize);
     let read = state.node(ino)?.live.read(body.long(8), bytes);
     Ok(Packed(read))
 }
 
 fn write(state: &mut State, ino: u64, body: &Body<'_>) -> Outcome<Packed> {
-    state.count()?;
+    state.count_kind(Some(Transfer::Write))?;
     let bytes = &body.0[40..40 + body.word(16) as usize];
     let part = &bytes[..state.part(bytes.len())];
     let node = state.node(ino)?;
