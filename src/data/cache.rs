@@ -146,7 +146,8 @@ impl Cache {
             tokens: builder.stats.tokens,
             json_bytes: rest.json_bytes,
         };
-        let written = write_file(writer, header, &rest.bytes).and_then(|()| {
+        // The file stays open, and locked, until it has its name.
+        let written = write_file(writer, header, &rest.bytes).and_then(|_locked| {
             fs::rename(&path, &place)?;
             File::open(&self.directory)?.sync_all()
         });
@@ -182,9 +183,11 @@ impl Cache {
     /// Removes parts whose process ended before they were whole.
     fn remove_abandoned(&self) {
         for path in self.files("part") {
-            let unlocked = File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
-            if unlocked {
+            // The lock is held until the file is gone, so that its maker cannot take it meanwhile.
+            let file = File::open(&path).ok();
+            if let Some(file) = file.filter(|file| file.try_lock().is_ok()) {
                 fs::remove_file(&path).ok();
+                drop(file);
             }
         }
     }
@@ -284,14 +287,15 @@ impl Header {
 }
 
 /// Writes what stands behind the tokens, then the header, and waits for the disk.
-fn write_file(mut writer: BufWriter<File>, mut header: Header, rest: &[u8]) -> io::Result<()> {
+fn write_file(mut writer: BufWriter<File>, mut header: Header, rest: &[u8]) -> io::Result<File> {
     writer.write_all(rest)?;
     let mut file = writer
         .into_inner()
         .map_err(io::IntoInnerError::into_error)?;
     header.checksum = body_checksum(&mut file)?;
     file.write_all_at(&header.to_bytes(), 0)?;
-    file.sync_all()
+    file.sync_all()?;
+    Ok(file)
 }
 
 /// Checksum of all that stands behind the header.
