@@ -306,7 +306,15 @@ impl Reading {
                     None => place.to_string(),
                 };
                 let got = printable(&source.message().replace('\n', ", "));
-                let fault = Error::input(WHAT, place, "TOML", got, "correct the line");
+                // Other trainers' files are YAML.
+                let remedy = match text
+                    .lines()
+                    .any(|line| line.starts_with("model_name_or_path:"))
+                {
+                    true => "make a run.toml of it with `terrace config import`",
+                    false => "correct the line",
+                };
+                let fault = Error::input(WHAT, place, "TOML", got, remedy);
                 self.faults.push(fault);
                 return;
             }
