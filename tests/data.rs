@@ -881,7 +881,7 @@ fn rows_without_a_target_are_left_out_and_counted() {
     preview(&dataset, &cut, None, PreviewOptions::default(), &mut out).unwrap();
     let shown = String::from_utf8(out).unwrap();
     let end = "1 rows cut, 0 empty texts left out; 3 rows without a token to train on left out\n";
-    assert!(shown.ends_with(end), "{shown}");
+    assert!(shown.contains(end), "{shown}");
     let mut batches = Batches::new(Arc::new(dataset), &cut, 1, 1, 0).unwrap();
     for _ in 0..4 {
         assert_eq!(batches.next_step().unwrap()[0].targets_count(), 1);
@@ -916,9 +916,13 @@ fn preview_marks_what_is_masked() {
         "sequence 0: 1 rows, {tokens} of 64 tokens\n--- FILE:1, {tokens} tokens\n\
          ⟦<|im_start|>user\na\\u{{1b}}[1m<|im_end|>\n<|im_start|>assistant\n⟧b<|im_end|>\n\n\
          1 rows, {tokens} tokens, 3 trained on ({:.1} %), longest row {tokens}, mean {tokens}.0\n\
-         1 sequences of at most 64 tokens, {:.1} % full; 0 rows cut, 0 empty texts left out\n",
+         1 sequences of at most 64 tokens, {:.1} % full; 0 rows cut, 0 empty texts left out\n\
+         row lengths: half are at most {tokens} tokens, 90 % {tokens}, 99 % {tokens}\n\
+         rows of the files by tokens, before they are cut or split:\n{:>17} {} 1\n",
         300.0 / tokens as f64,
-        100.0 * tokens as f64 / 64.0
+        100.0 * tokens as f64 / 64.0,
+        "17–32",
+        "█".repeat(40)
     );
     assert_eq!(show(false), expected);
     assert_eq!(
@@ -1050,7 +1054,7 @@ fn texts_of(config: &DataConfig) -> Result<Vec<String>, String> {
 /// Names of dataset_info.json give what the same rows give in the keys that every format has.
 #[test]
 fn registered_datasets_are_their_rows() {
-    let info = r#"{
+    let registry = r#"{
         "plain": {"file_name": "plain.jsonl"},
         "renamed": {"file_name": "renamed.jsonl",
             "columns": {"prompt": "q", "query": "more", "response": "a", "system": "s",
@@ -1064,7 +1068,7 @@ fn registered_datasets_are_their_rows() {
         "texts": {"file_name": "texts", "columns": {"prompt": "body"}}
     }"#;
     let folder = folder_of(&[
-        ("dataset_info.json", info),
+        ("dataset_info.json", registry),
         (
             "plain.jsonl",
             r#"{"instruction": "i", "input": "x", "output": "o"}"#,
@@ -1470,11 +1474,13 @@ fn shards_of_ids_are_rows_as_they_lie() {
     );
 }
 
-/// Made by transformers' `return_assistant_tokens_mask`: a template that marks what it generates.
+/// What the template marks is the mask, less turns that are not trained on; the ids and masks of
+/// transformers for such a template are the golden case llama3.
 #[test]
 fn generation_tags_are_the_mask() {
     let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n\
-        {% if m.role == 'assistant' %}{% generation %}\n{{ m.content }}<|im_end|>{% endgeneration %}\n\
+        {% if m.role == 'assistant' %}{% generation %}\n\
+        {{ m.content }}<|im_end|>{% endgeneration %}\n\
         {% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}";
     let messages = r#"[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
         {"role": "user", "content": "r"}, {"role": "assistant", "content": "b", "weight": 0},

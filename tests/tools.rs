@@ -722,8 +722,9 @@ fn data_preview_marks_what_is_not_trained_on() {
                     ⟦<|im_start|>user\nwho sat?<|im_end|>\n<|im_start|>assistant\n⟧the cat\
                     <|im_end|>\n\n1 rows, 22 tokens, 5 trained on (22.7 %), longest row 22, mean \
                     22.0\n1 sequences of at most 48 tokens, 45.8 % full; 0 rows cut, 0 empty \
-                    texts left out\n";
-    assert_eq!(room.terrace(arguments).success(), expected);
+                    texts left out\nrow lengths: half are at most 22 tokens, 90 % 22, 99 % 22\n";
+    let shown = room.terrace(arguments).success();
+    assert!(shown.starts_with(expected), "{shown}");
     let with_ids = room.terrace(&format!("{arguments} --ids")).success();
     assert!(with_ids.contains("\nids 1 "), "{with_ids}");
 }

@@ -15,9 +15,9 @@
 //! What run.toml names is found by `sources` and `registry` (dataset_info.json). Files go through
 //! `source` (rows), `formats` and `columns` (their meaning), `templates` (a conversation's text),
 //! `tokenize`, `words` and `sample` (tokens and mask), `reading` into a `table`, which `cache`
-//! keeps; `shards` are tables as they lie. Then [`Dataset`], `mixture` and `packing` (which rows an epoch
-//! takes and which share a sequence), `cursor` (micro-batches). `preview` prints them; `quickstart`
-//! is built in.
+//! keeps; `shards` are tables as they lie. Then [`Dataset`], `mixture` and `packing` (which rows an
+//! epoch takes and which share a sequence), `cursor` (micro-batches). `preview` prints them;
+//! `quickstart` is built in.
 
 mod cache;
 mod columns;

@@ -124,15 +124,12 @@ fn write_lengths(dataset: &Dataset, out: &mut dyn Write) -> Result<()> {
         "rows of the files by tokens, before they are cut or split:"
     ))?;
     for bin in first..=last {
-        let (low, high) = (
-            if bin == 0 { 1 } else { (1u64 << (bin - 1)) + 1 },
-            1u64 << bin,
-        );
+        let (low, high) = ((1u64 << bin) / 2 + 1, 1u64 << bin);
         let bar = usize::try_from((counts[bin] * BAR).div_ceil(most)).unwrap_or(0);
-        let range = if bin == LENGTH_BINS - 1 {
-            format!("{low} or more")
-        } else {
-            format!("{low}–{high}")
+        let range = match bin {
+            0 | 1 => high.to_string(),
+            _ if bin == LENGTH_BINS - 1 => format!("{low} or more"),
+            _ => format!("{low}–{high}"),
         };
         let line = format!("{range:>17} {:█<bar$} {}", "", counts[bin]);
         write(writeln!(out, "{line}"))?;

@@ -3,8 +3,9 @@
 //! - Rendering equals transformers' `apply_chat_template` byte for byte: `trim_blocks`,
 //!   `lstrip_blocks`, Python's spelling of printed values and of `tojson`, Python's string methods.
 //! - Where the template marks what the assistant wrote by `{% generation %}`, that is the mask, as
-//!   in transformers. Elsewhere an assistant turn is the text between "the turns before it, with the generation prompt" and
-//!   "the turns up to it", so its end-of-turn token is trained on and its header is not.
+//!   in transformers. Elsewhere an assistant turn is the text between "the turns before it, with
+//!   the generation prompt" and "the turns up to it", so its end-of-turn token is trained on and
+//!   its header is not.
 //! - Some templates write earlier turns differently from the last one (Qwen3 leaves out what they
 //!   thought), so that those two texts are no prefixes of the whole. Then the turn is found by
 //!   rendering the whole conversation again with only that turn's words replaced: what changes is
