@@ -13,6 +13,7 @@ mod keys;
 pub mod parse;
 mod schema;
 mod size;
+mod written;
 
 pub(crate) use given::distance;
 pub use schema::json_schema;

@@ -4,10 +4,8 @@
 //! The template, the writer, the reader and the comparison on resume are loops over [`KEYS`].
 
 use super::given::Given;
-use super::{
-    DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, Size, StorePath, TokenCache,
-    WeightInit,
-};
+use super::written::{named, number, path_list, quoted_path, store_list};
+use super::{DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, TokenCache, WeightInit};
 use crate::error::Result;
 use crate::tile::{GradientDtype, Precision};
 
@@ -95,43 +93,6 @@ const IO_ENGINES: &[(&str, Option<IoEngine>)] = &[
 const COUNT_MAX: u64 = 1_000_000_000_000;
 /// The largest integer of TOML.
 const SEED_MAX: u64 = i64::MAX as u64;
-
-fn named<T: PartialEq>(choices: &[(&'static str, T)], value: &T) -> Option<String> {
-    let found = choices.iter().find(|(_, choice)| choice == value);
-    found.map(|(name, _)| format!("\"{name}\""))
-}
-
-fn quoted(text: &str) -> String {
-    toml::Value::from(text).to_string()
-}
-
-fn quoted_path(path: &std::path::Path) -> String {
-    quoted(&path.to_string_lossy())
-}
-
-fn path_list(paths: &[std::path::PathBuf]) -> Option<String> {
-    let paths: Vec<String> = paths.iter().map(|path| quoted_path(path)).collect();
-    Some(format!("[{}]", paths.join(", ")))
-}
-
-fn store_list(store: &[StorePath]) -> Option<String> {
-    let entry = |s: &StorePath| {
-        let (path, size) = (quoted_path(&s.path), s.size);
-        let rate = |name, rate: Option<u64>| match rate {
-            Some(rate) => format!(", {name} = \"{}/s\"", Size::Bytes(rate)),
-            None => String::new(),
-        };
-        let (read, write) = (rate("read", s.read), rate("write", s.write));
-        format!("{{ path = {path}, size = \"{size}\"{read}{write} }}")
-    };
-    let entries: Vec<String> = store.iter().map(entry).collect();
-    Some(format!("[{}]", entries.join(", ")))
-}
-
-/// Shortest digits that read back as the same number.
-fn number(value: f64) -> Option<String> {
-    Some(format!("{value:?}"))
-}
 
 /// `key!(table.name, class, default, example, meaning, set, get)`
 macro_rules! key {
