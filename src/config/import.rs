@@ -264,7 +264,8 @@ impl Import {
         }
         let steps = self.has("train.steps");
         for (key, value) in defaults {
-            if !self.has(key) && !(*key == "train.epochs" && steps) {
+            let given = self.has(key) || (*key == "train.epochs" && steps);
+            if !given {
                 self.set(key, value.to_string());
             }
         }

@@ -123,15 +123,15 @@ fn write_lengths(dataset: &Dataset, out: &mut dyn Write) -> Result<()> {
         out,
         "rows of the files by tokens, before they are cut or split:"
     ))?;
-    for bin in first..=last {
+    for (bin, &count) in counts.iter().enumerate().take(last + 1).skip(first) {
         let (low, high) = ((1u64 << bin) / 2 + 1, 1u64 << bin);
-        let bar = usize::try_from((counts[bin] * BAR).div_ceil(most)).unwrap_or(0);
+        let bar = usize::try_from((count * BAR).div_ceil(most)).unwrap_or(0);
         let range = match bin {
             0 | 1 => high.to_string(),
             _ if bin == LENGTH_BINS - 1 => format!("{low} or more"),
             _ => format!("{low}–{high}"),
         };
-        let line = format!("{range:>17} {:█<bar$} {}", "", counts[bin]);
+        let line = format!("{range:>17} {:█<bar$} {}", "", count);
         write(writeln!(out, "{line}"))?;
     }
     Ok(())
