@@ -569,7 +569,7 @@ mod tests {
         for key in ["written", "device", "products"] {
             keys.shift_remove(key);
         }
-        let read = read(older).ok().expect("older metadata are read");
+        let read = read(older).expect("older metadata are read");
         assert_eq!((read.written, read.device.as_str()), (0, ""));
         assert_eq!(read.products, BTreeMap::new());
         assert_eq!(read.step, progress.step);

@@ -489,7 +489,8 @@ fn a_damaged_extent_is_named_with_its_tensors_and_the_rest_is_read() {
 
 #[test]
 fn structures_that_exist_twice_are_repaired_and_the_log_undoes_it() {
-    let damages: [(&str, fn(&Room)); 5] = [
+    type Damage = fn(&Room);
+    let damages: [(&str, Damage); 5] = [
         ("superblock", |room| room.spoil_superblocks(&[2])),
         ("superblocks", |room| room.spoil_superblocks(&[0, 3])),
         ("three superblocks", |room| {

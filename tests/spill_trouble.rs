@@ -121,7 +121,9 @@ impl Place {
         // The state is the first letter behind the name in parentheses.
         let state = || {
             let text = std::fs::read_to_string(&status).unwrap_or_default();
-            text.rsplit(") ").next().and_then(|rest| rest.chars().next())
+            text.rsplit(") ")
+                .next()
+                .and_then(|rest| rest.chars().next())
         };
         let mut last = None;
         wait_for("the middle of an update", || {
@@ -173,7 +175,11 @@ impl Place {
         let line = errors.lines().last().unwrap_or_default().to_string();
         assert_eq!(errors.matches("terrace: ").count(), 1, "{said}");
         let scratch = self.path("store/scratch.tiles");
-        let named = ["extent", &scratch.display().to_string(), "the last commit is step "];
+        let named = [
+            "extent",
+            &scratch.display().to_string(),
+            "the last commit is step ",
+        ];
         for part in named.iter().chain(parts) {
             assert!(line.contains(part), "{part}: {said}");
         }
@@ -415,7 +421,10 @@ impl Throttle {
 
 impl Drop for Throttle {
     fn drop(&mut self) {
-        wait_for("the cgroup to be empty", || std::fs::remove_dir(&self.0).is_ok()).ok();
+        wait_for("the cgroup to be empty", || {
+            std::fs::remove_dir(&self.0).is_ok()
+        })
+        .ok();
     }
 }
 

@@ -162,28 +162,26 @@ fn a_file_size_limit_is_an_error_with_its_tile() {
 /// The tools themselves ignore that signal: a limit is an error, not a death.
 #[test]
 fn the_tools_survive_the_signal_of_a_file_size_limit() {
-    for (tool, arguments) in [(env!("CARGO_BIN_EXE_terrace"), &["init", "run.toml"][..])] {
-        let place = place();
-        let mut limited = Command::new(tool);
-        limited.args(arguments).current_dir(place.path());
-        let set = || {
-            let limit = libc::rlimit {
-                rlim_cur: 10,
-                rlim_max: 10,
-            };
-            // SAFETY: a structure that outlives the call.
-            match unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) } {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
+    let place = place();
+    let mut limited = Command::new(env!("CARGO_BIN_EXE_terrace"));
+    limited.args(["init", "run.toml"]).current_dir(place.path());
+    let set = || {
+        let limit = libc::rlimit {
+            rlim_cur: 10,
+            rlim_max: 10,
         };
-        // SAFETY: between fork and exec only one system call.
-        unsafe { limited.pre_exec(set) };
-        let output = limited.output().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(4), "{tool}: {text}");
-        assert!(text.contains("os error 27"), "{text}");
-    }
+        // SAFETY: a structure that outlives the call.
+        match unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: between fork and exec only one system call.
+    unsafe { limited.pre_exec(set) };
+    let output = limited.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(4), "{text}");
+    assert!(text.contains("os error 27"), "{text}");
 }
 
 /// Without locked memory buffers are not registered; the store says so and works.

@@ -151,14 +151,18 @@ fn scratch(seed: u64) -> Result<(), String> {
         seed,
         ..Faults::default()
     };
-    let sections = sections(seed % 16 == 0);
+    let sections = sections(seed.is_multiple_of(16));
     let bytes = sections.iter().map(StoredSection::slot_bytes).sum();
     let disk = SimDisk::new(bytes, faults);
     let store = Scratch::on_disk(Box::new(disk), bytes, &sections).map_err(|e| e.to_string())?;
     let (reply, completions) = unbounded();
     let mut run = ScratchRun {
         store,
-        ring: commits::ring(if seed % 16 == 0 { 1 << 20 } else { 1 << 16 }),
+        ring: commits::ring(if seed.is_multiple_of(16) {
+            1 << 20
+        } else {
+            1 << 16
+        }),
         written: BTreeMap::new(),
         asked: BTreeMap::new(),
         reply,

@@ -384,10 +384,10 @@ fn zip(a: &mut Values, b: &mut Values, mut each: impl FnMut(u64, &[u8], &[u8])) 
     let mut first = 0;
     loop {
         if rest_a.is_empty() {
-            rest_a.extend_from_slice(a.next()?.unwrap_or(&[]));
+            rest_a.extend_from_slice(a.next_bytes()?.unwrap_or(&[]));
         }
         if rest_b.is_empty() {
-            rest_b.extend_from_slice(b.next()?.unwrap_or(&[]));
+            rest_b.extend_from_slice(b.next_bytes()?.unwrap_or(&[]));
         }
         let count = (rest_a.len() / size_a).min(rest_b.len() / size_b);
         if count == 0 {

@@ -37,8 +37,10 @@ pub struct Names {
 impl Names {
     /// Those of a model, where its layouts are the table's.
     pub(super) fn of(table: &ExtentTable, spec: Option<&ModelSpec>) -> Names {
-        let mut names = Names::default();
-        names.tiles = table.sections().map(|section| section.tile).collect();
+        let mut names = Names {
+            tiles: table.sections().map(|section| section.tile).collect(),
+            ..Names::default()
+        };
         names.tiles.dedup();
         let Some(spec) = spec else { return names };
         for layout in spec.tile_layouts() {

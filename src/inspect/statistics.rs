@@ -162,7 +162,7 @@ pub fn measure(values: &mut Values, ranges: &[Range<u64>]) -> Result<Vec<Statist
     let mut all = vec![Statistics::default(); ranges.len()];
     let (mut first, mut range) = (0, 0);
     let mut numbers = Vec::new();
-    while let Some(bytes) = values.next()? {
+    while let Some(bytes) = values.next_bytes()? {
         numbers.clear();
         format.widen(bytes, &mut numbers);
         let end = first + numbers.len() as u64;

@@ -309,7 +309,7 @@ impl<'a> Values<'a> {
     ///
     /// # Errors
     /// Those of reading: nothing unverified is handed out.
-    pub fn next(&mut self) -> Result<Option<&[u8]>> {
+    pub fn next_bytes(&mut self) -> Result<Option<&[u8]>> {
         if self.left.is_empty() {
             return Ok(None);
         }

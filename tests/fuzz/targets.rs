@@ -322,10 +322,10 @@ fn config(data: &[u8]) {
 }
 
 fn tokenizer(data: &[u8]) {
-    if let Ok(tokenizer) = TextTokenizer::from_bytes(data, b"{}") {
-        if let Ok(ids) = tokenizer.encode("a text, 12 words — naïve\n", true) {
-            tokenizer.decode(&ids, false).ok();
-        }
+    if let Ok(tokenizer) = TextTokenizer::from_bytes(data, b"{}")
+        && let Ok(ids) = tokenizer.encode("a text, 12 words — naïve\n", true)
+    {
+        tokenizer.decode(&ids, false).ok();
     }
 }
 

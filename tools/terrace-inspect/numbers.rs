@@ -376,13 +376,14 @@ fn dump_values<'a>(
             supported: "bf16, f16, f32, f64 and integers".to_string(),
         });
     }
-    let found = measure(&mut whole, &[0..subject.count])?.remove(0);
+    let all = 0..subject.count;
+    let found = measure(&mut whole, std::slice::from_ref(&all))?.remove(0);
     let start = arguments.start.min(subject.count);
     let end = start.saturating_add(arguments.count).min(subject.count);
     let mut shown = Vec::new();
     let mut values = open(start..end)?;
     if arguments.json {
-        while let Some(bytes) = values.next()? {
+        while let Some(bytes) = values.next_bytes()? {
             format.widen(bytes, &mut shown);
         }
         let shown: Vec<Value> = shown.iter().map(|value| number_json(*value)).collect();
@@ -406,7 +407,7 @@ fn dump_values<'a>(
     text.push_str(&histogram_text(&found.histogram()));
     print(&text)?;
     let mut index = start;
-    while let Some(bytes) = values.next()? {
+    while let Some(bytes) = values.next_bytes()? {
         shown.clear();
         format.widen(bytes, &mut shown);
         print(&values_text(index, &shown, format))?;
