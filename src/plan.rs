@@ -293,6 +293,7 @@ impl Plan {
             Purpose::Train if clipping => Deferred::ALL,
             Purpose::Train => deferred,
         };
+        check_card(spec, config, device)?;
         let least = least_device(spec, config, device, budgets.device, purpose)?;
         let arena = budgets.device - device.fixed_bytes;
         let room = Room {
@@ -379,6 +380,42 @@ pub fn extents_bytes(layout: &TileLayout, section: Section, precision: Precision
             bytes.next_multiple_of(PAGE_BYTES)
         })
         .sum()
+}
+
+/// Widest row that a card's norm kernels take.
+const CARD_HIDDEN_MAX: u64 = 16_384;
+/// Bytes for one f32 a token and head between the launches of an attention's backward.
+const CARD_SUMS_BYTES: u64 = 32 << 20;
+/// Most tokens whose ids and positions are staged at once.
+const CARD_TOKENS_MAX: u64 = 1 << 20;
+
+/// Refuses what a card's kernels do not take.
+fn check_card(spec: &ModelSpec, config: &RunConfig, device: &DeviceProfile) -> Result<()> {
+    if device.card.is_none() {
+        return Ok(());
+    }
+    if spec.hidden > CARD_HIDDEN_MAX {
+        return Err(Error::Unsupported {
+            what: "hidden_size on a card",
+            got: spec.hidden.to_string(),
+            supported: format!("at most {CARD_HIDDEN_MAX}"),
+        });
+    }
+    let tokens = config.train.micro_batch.saturating_mul(config.data.seq_len);
+    let most = CARD_TOKENS_MAX.min(CARD_SUMS_BYTES / (4 * spec.heads.max(1)));
+    if tokens > most {
+        return Err(Error::input(
+            "run.toml",
+            "train.micro_batch x data.seq_len",
+            format!(
+                "at most {most} tokens of a micro-batch on a card with {} heads",
+                spec.heads
+            ),
+            tokens.to_string(),
+            "lower train.micro_batch and raise train.micro_batches, or lower data.seq_len",
+        ));
+    }
+    Ok(())
 }
 
 /// The least map that serves; with `recompute = "none"`, with all activations kept.

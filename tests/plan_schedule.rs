@@ -474,6 +474,29 @@ fn a_store_without_space_is_not_called_missing() {
 }
 
 #[test]
+fn what_a_cards_kernels_do_not_take_is_refused_by_the_plan() {
+    let card = DeviceProfile::cuda("gpu", 0, Precision::Bf16);
+    let plan = |hidden: u64, seq_len: u64| {
+        let mut spec = support::spec(1, 16, 17, false);
+        (spec.hidden, spec.max_positions) = (hidden, seq_len);
+        let config = support::config(seq_len, 1);
+        let plenty = budgets(PLENTY, PLENTY, 0);
+        Plan::new(&spec, &config, &card, plenty, Purpose::Train)
+    };
+    assert!(plan(16, 1 << 20).is_ok() && plan(16_384, 32).is_ok());
+    let wide = plan(16_392, 32).unwrap_err().to_string();
+    assert!(
+        wide.contains("hidden_size on a card") && wide.contains("at most 16384"),
+        "{wide}"
+    );
+    let long = plan(16, (1 << 20) + 1).unwrap_err().to_string();
+    assert!(
+        long.contains("at most 1048576 tokens of a micro-batch"),
+        "{long}"
+    );
+}
+
+#[test]
 fn a_drive_takes_spilled_bytes_and_commits_spread_over_their_steps() {
     let mut case = Case {
         spec: support::spec(3, 16, 17, false),
