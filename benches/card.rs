@@ -159,17 +159,7 @@ fn bench(arguments: &Arguments) -> Result<()> {
         started.elapsed().as_secs_f64()
     );
     let (seconds, waits, losses, steady) = run_steps(&mut engine, &spec, arguments)?;
-    engine.drain()?;
-    let stats = &engine.tiers().stats;
-    if let Some(busy) = stats.busy_share(CARD_LANE, steady) {
-        println!(
-            "compute busy on the card: {:.1} % of the steps after the first two",
-            100.0 * busy
-        );
-    }
-    if let (Some(path), Some(trace)) = (&arguments.trace, engine.tiers().stats.chrome_trace()) {
-        std::fs::write(path, trace).map_err(|e| Error::io("write", path, e))?;
-    }
+    write_trace(&engine, arguments, steady)?;
     let tokens = prediction.tokens as f64;
     let tflops = 6.0 * parameters as f64 * tokens / seconds / 1e12;
     let executed = prediction.executed_flops / seconds / 1e12;
@@ -196,6 +186,22 @@ fn bench(arguments: &Arguments) -> Result<()> {
             "rates": rates, "peak_bytes": peak, "waits": waits, "losses": losses,
         })
     );
+    Ok(())
+}
+
+/// Writes the trace, if one was kept, and says how busy the card was from `steady` on.
+fn write_trace(engine: &Engine, arguments: &Arguments, steady: Instant) -> Result<()> {
+    engine.drain()?;
+    let stats = &engine.tiers().stats;
+    if let Some(busy) = stats.busy_share(CARD_LANE, steady) {
+        println!(
+            "compute busy on the card: {:.1} % of the steps after the first two",
+            100.0 * busy
+        );
+    }
+    if let (Some(path), Some(trace)) = (&arguments.trace, stats.chrome_trace()) {
+        std::fs::write(path, trace).map_err(|e| Error::io("write", path, e))?;
+    }
     Ok(())
 }
 

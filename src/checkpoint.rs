@@ -65,6 +65,20 @@ impl Progress {
         }
     }
 
+    /// Takes over what a commit counted; a warning where another device computed it.
+    pub fn goes_on_from(&mut self, found: &Progress) -> Option<String> {
+        (self.step, self.tokens, self.written) = (found.step, found.tokens, found.written);
+        self.products.clone_from(&found.products);
+        let differs = !found.device.is_empty() && found.device != self.device;
+        differs.then(|| {
+            format!(
+                "warning: the commit was computed on {}, this run computes on {}: the last bits \
+                 of its numbers may differ",
+                found.device, self.device
+            )
+        })
+    }
+
     fn to_json(&self) -> Value {
         json!({
             "terrace": env!("CARGO_PKG_VERSION"),

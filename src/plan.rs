@@ -106,8 +106,8 @@ pub enum GradientHome {
     Device,
 }
 
-/// Layers whose updates wait for the end of the backward pass: without clipping, those whose weights
-/// the next forward needs late, or whose gradients the backward pass gives late.
+/// Layers whose updates wait for the end of the backward pass: without clipping, those whose
+/// weights the next forward needs late, or whose gradients the backward pass gives late.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Deferred {
     /// So many from the embedding on.
@@ -276,8 +276,8 @@ impl Plan {
         Plan::deferring(spec, config, device, budgets, purpose, Deferred::default())
     }
 
-    /// As [`Plan::new`], with the updates of `deferred` layers under the next forward; with clipping
-    /// those of all layers are.
+    /// As [`Plan::new`], with the updates of `deferred` layers under the next forward; with
+    /// clipping those of all layers are.
     pub fn deferring(
         spec: &ModelSpec,
         config: &RunConfig,

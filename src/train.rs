@@ -70,6 +70,16 @@ pub enum Start {
     Step(u64),
 }
 
+impl Start {
+    /// The step of the commit, where it is not the newest.
+    fn step(self) -> Option<u64> {
+        match self {
+            Start::Step(step) => Some(step),
+            Start::Latest | Start::Fresh => None,
+        }
+    }
+}
+
 impl Run {
     /// Reads model, tokenizer and data.
     pub fn prepare(config: RunConfig) -> Result<Run> {
@@ -205,22 +215,9 @@ impl Trainer {
                 })?;
             }
             (None, Some(checkpoints)) => {
-                let wanted = match start {
-                    Start::Step(step) => Some(step),
-                    Start::Latest | Start::Fresh => None,
-                };
-                let found = checkpoints.restore(tiers, wanted)?;
+                let found = checkpoints.restore(tiers, start.step())?;
                 notes.extend(found.changes(&run.config, &progress, resume_changed)?);
-                (progress.step, progress.tokens) = (found.step, found.tokens);
-                progress.written = found.written;
-                if !found.device.is_empty() && found.device != progress.device {
-                    notes.push(format!(
-                        "warning: the commit was computed on {}, this run computes on {}: the \
-                         last bits of its numbers may differ",
-                        found.device, progress.device
-                    ));
-                }
-                progress.products = found.products;
+                notes.extend(progress.goes_on_from(&found));
                 run.batches.seek(found.cursor)?;
             }
             (None, None) => unreachable!("a resume opens its checkpoints"),

@@ -220,7 +220,11 @@ fn kill(instant: &str) -> Kill {
     let left = if parts[0] == "commit" {
         // The number counts the commits of a process that began at step 0.
         let holds = matches!(parts[1], "superblockhalf" | "superblock");
-        vec![EVERY * if holds { number } else { number - 1 }]
+        match (beside, holds) {
+            // The commit goes on until the other lane comes to its instant.
+            (beside, false) if !beside.is_empty() => vec![EVERY * (number - 1), EVERY * number],
+            (_, holds) => vec![EVERY * if holds { number } else { number - 1 }],
+        }
     } else {
         // The last one that was due may still be under way.
         let due = (number - 1) / EVERY * EVERY;
@@ -261,7 +265,7 @@ fn stories() -> Vec<Vec<Kill>> {
         &["compute:forward:4@extents:1", "compute:loss:2"],
         &["compute:forward:7:3@extents:2"],
         &["compute:backward:10:2@extents:3", "up:promote:8"],
-        &["up:promote:13:2@extentsflushed:4"],
+        &["up:promote:13:1@extentsflushed:4"],
         &["update:update:7:4@extentsflushed:2"],
         &["down:demote:4:3@manifest:1"],
         &["update:update:10@manifestflushed:3"],

@@ -91,7 +91,7 @@ impl Place {
 
     fn command(&self, engine: IoEngine, arguments: &[&str]) -> Command {
         let engine = match engine {
-            IoEngine::Uring => "memory.io_engine=uring",
+            IoEngine::Uring => "memory.io_engine=io_uring",
             IoEngine::Pread => "memory.io_engine=pread",
         };
         let mut command = Command::new(env!("CARGO_BIN_EXE_terrace"));

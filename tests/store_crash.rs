@@ -115,7 +115,17 @@ fn a_killed_process_leaves_no_scratch_file() {
     let section = commits::section(0, terrace::tile::Section::Moment1, 5000, 4);
     let paths = [(directory.path().to_path_buf(), 1 << 20)];
     for _ in 0..2 {
-        let store = terrace::store::Scratch::create(&paths, &[section], None, &[]).unwrap();
+        let store = (0..200).find_map(|_| {
+            match terrace::store::Scratch::create(&paths, &[section], None, &[]) {
+                // A child of another test's thread has the lock's file until it executes.
+                Err(terrace::Error::Busy { .. }) => {
+                    std::thread::sleep(std::time::Duration::from_millis(10));
+                    None
+                }
+                other => Some(other.unwrap()),
+            }
+        });
+        let store = store.expect("the lock is free again");
         assert!(!leftover.exists(), "without a name as soon as it is open");
         drop(store);
     }

@@ -401,13 +401,13 @@ fn budgets_that_are_too_small_are_refused_with_the_missing_bytes() {
     );
     refused(
         "memory.host=100KiB",
-        "host memory: needs 2203648 bytes, budget 102400 (2101248 missing); with every section \
-         spilled, gradients (106496 bytes) and the slab ring (2097152 bytes) remain: raise \
+        "host memory: needs 3252224 bytes, budget 102400 (3149824 missing); with every section \
+         spilled, gradients (106496 bytes) and the slab rings (3145728 bytes) remain: raise \
          memory.host, lower memory.slabs, or set train.max_grad_norm = 0 so that gradients need \
          not wait for the norm",
     );
     refused(
-        "memory.host=2300KiB",
+        "memory.host=3324KiB",
         "store memory: needs 503808 bytes, budget 0 (503808 missing); name a directory on NVMe \
          in memory.store, or raise memory.host by 503808 bytes",
     );
@@ -426,7 +426,7 @@ fn sizes_beyond_64_bits_do_not_wrap_around_into_ones_that_fit() {
     assert!(ended.err.starts_with(start), "{ended:?}");
 }
 
-const SPILLED: &str = "train run.toml --set log.dir=new --set memory.host=2300KiB";
+const SPILLED: &str = "train run.toml --set log.dir=new --set memory.host=3324KiB";
 
 #[test]
 fn a_store_that_cannot_be_written_is_refused() {
@@ -520,7 +520,7 @@ fn a_store_on_tmpfs_works_and_is_warned_of() {
 fn directories_of_a_run_that_runs_are_refused_with_its_process() {
     let room = Room::new();
     let endless = "train run.toml --set train.steps=1000000 --set checkpoint.every=100000 \
-                   --set memory.host=2300KiB --set memory.store=store";
+                   --set memory.host=3324KiB --set memory.store=store";
     let mut holder = room
         .command(TERRACE, endless)
         .stdout(Stdio::piped())
@@ -676,7 +676,7 @@ fn init_writes_a_file_that_parses_and_keeps_one_that_is_there() {
 #[test]
 fn plan_as_json_has_totals_that_are_the_sums_of_their_parts() {
     let room = Room::new();
-    let arguments = "plan run.toml --json --set memory.host=2300KiB --set memory.store=store";
+    let arguments = "plan run.toml --json --set memory.host=3324KiB --set memory.store=store";
     let plan: Value = serde_json::from_str(&room.terrace(arguments).success()).unwrap();
     let number = |value: &Value| {
         value

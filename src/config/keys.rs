@@ -448,8 +448,8 @@ pub(super) const KEYS: &[Key] = &[
         "[]",
         "",
         "Where to spill what host memory cannot hold: a path, or a list as\n\
-         [{ path = \"/nvme/scratch\", size = \"512GiB\" }]. With read = \"3GB/s\" and\n\
-         write = \"2GB/s\" in each entry, bytes are spread by those rates; without, by size.",
+         [{ path = \"/nvme/scratch\", size = \"512GiB\" }]. With its rates in each entry\n\
+         (read = \"3GB/s\", write = \"2GB/s\") bytes are spread by those; without, by size.",
         |g| g.store()?,
         |v| store_list(v)
     ),

@@ -1,6 +1,7 @@
 //! What the plan predicted of a step beside what was measured, hop by hop.
 //!
-//! Steps count from the third on: the first fill caches, and updates of one step run under the next.
+//! Steps count from the third on: the first fill caches, and updates of one step run under the
+//! next.
 //! Only steps without an evaluation or a sample before them should be added.
 
 use std::fmt::Write;

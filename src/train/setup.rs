@@ -231,13 +231,15 @@ pub fn build_engine(
             let rates = measured.as_ref()?.store_rates(path)?;
             Some(rates.mixed_bytes_per_second / 2.0)
         };
-        let given = budget.store.iter().zip(&config.memory.store);
-        let stripe = |((path, bytes), given): (&(PathBuf, u64), &StorePath)| Stripe {
+        let given = |path: &Path| config.memory.store.iter().find(|given| given.path == *path);
+        let stripe = |(path, bytes): &(PathBuf, u64)| Stripe {
             path: path.clone(),
             bytes: *bytes,
-            rate: given.rate().or_else(|| rate_at(path)),
+            rate: given(path)
+                .and_then(StorePath::rate)
+                .or_else(|| rate_at(path)),
         };
-        let stripes: Vec<Stripe> = given.map(stripe).collect();
+        let stripes: Vec<Stripe> = budget.store.iter().map(stripe).collect();
         let scratch = Scratch::create_striped(&stripes, &sections, engine, &[ring.span()])?;
         scratch.set_io_timeout(Duration::from_secs(config.memory.io_timeout), None);
         sentences.extend(scratch.sentences().iter().cloned());

@@ -1,10 +1,10 @@
 //! A file system of one directory, in memory, mounted through FUSE: real files beneath the real
 //! engines, that fail and lose power on demand.
 //!
-//! Fault model: every request that does I/O or changes a name is counted, or those of one kind; one,
-//! or all from one on, fail and change nothing, or a transfer moves a part. Power failing keeps, loses or
-//! tears (at 512 bytes) each write since the file's last flush, and keeps the names as they were at
-//! some instant since the directory's last flush.
+//! Fault model: every request that does I/O or changes a name is counted, or those of one kind;
+//! one, or all from one on, fail and change nothing, or a transfer moves a part. Power failing
+//! keeps, loses or tears (at 512 bytes) each write since the file's last flush, and keeps the names
+//! as they were at some instant since the directory's last flush.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::collections::BTreeMap;

@@ -120,19 +120,16 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
         "{} parameters on {}, {}",
         count_text(plan.parameters),
         profile.name,
-        if plan.clipping {
-            "gradients wait for the norm (max_grad_norm > 0)"
-        } else {
-            "no clipping: a layer is updated as its gradient arrives"
+        match (plan.clipping, plan.deferred_layers()) {
+            (true, _) => "gradients wait for the norm (max_grad_norm > 0)".to_string(),
+            (false, 0) => "no clipping: a layer is updated as its gradient arrives".to_string(),
+            (false, deferred) => format!(
+                "no clipping: {deferred} of {} layers are updated under the next forward, the \
+                 others as their gradients arrive",
+                plan.layer_count()
+            ),
         }
     ))?;
-    if !plan.clipping && plan.deferred_layers() > 0 {
-        say(&format!(
-            "  {} of {} layers are updated under the next forward",
-            plan.deferred_layers(),
-            plan.layer_count()
-        ))?;
-    }
     say(&plan.table(&prediction, &rates))?;
     what_if(
         &spec,

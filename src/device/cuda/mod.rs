@@ -31,7 +31,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
-
 use rayon::prelude::*;
 
 use super::cpu::assert_apart;
@@ -161,6 +160,7 @@ impl CudaDevice {
         let workspace = memory(WORKSPACE_BYTES + BIAS_BYTES_MAX)?;
         let stream = || Stream::new().map_err(failed);
         let staging = |bytes| Staging::new(bytes).map(Mutex::new).map_err(failed);
+        let (large, small) = (|| staging(STAGED_BYTES_MAX), || staging(STAGED_BYTES_MIN));
         let architecture = compile::architecture(card.capability);
         let codes: Vec<Vec<u8>> = compile::SOURCES
             .par_iter()
@@ -179,13 +179,7 @@ impl CudaDevice {
             arena,
             workspace,
             streams: [stream()?, stream()?, stream()?, stream()?, stream()?],
-            staging: [
-                staging(STAGED_BYTES_MAX)?,
-                staging(STAGED_BYTES_MAX)?,
-                staging(STAGED_BYTES_MIN)?,
-                staging(STAGED_BYTES_MIN)?,
-                staging(STAGED_BYTES_MIN)?,
-            ],
+            staging: [large()?, large()?, small()?, small()?, small()?],
             modules,
             kernels: Mutex::default(),
             fault: Mutex::new(None),
