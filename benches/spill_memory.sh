@@ -7,7 +7,8 @@
 # device, in a memory cgroup (version 1, root) limited to the plan's host and device total and 5 %:
 # once with all in host, once with as much less host memory as both moments take. Prints for each
 # the plan, the peak (VmHWM; Rss of smaps_rollup, sampled; of the cgroup, page cache included) and
-# the percentage, then the bytes by which peak and plan fell beside the spilled bytes less the ring.
+# the percentage, then the bytes by which plan and peak fell beside the spilled bytes less what the
+# ring grew by.
 # The directory needs 7 GB; TERRACE names the program (target/release/terrace).
 set -euo pipefail
 
@@ -15,7 +16,8 @@ terrace=${TERRACE:-target/release/terrace}
 directory=${1:-$(mktemp -d)}
 group=/sys/fs/cgroup/memory/terrace-spill-memory-$$
 mkdir -p "$directory/model"
-trap 'rmdir "$group" 2>/dev/null || true; rm -rf "$directory"/{model,rows.jsonl,run.toml,host,spilled}' EXIT
+made=(model rows.jsonl run.toml said host spilled store)
+trap 'rmdir "$group" 2>/dev/null; cd "$directory" && rm -rf "${made[@]}"' EXIT
 
 cat > "$directory/model/config.json" <<JSON
 { "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152,
@@ -41,6 +43,8 @@ steps = 4
 device = "2 GiB"
 host = "16 GiB"
 store = [{ path = "$directory/store", size = "4 GiB" }]
+# What is kept stays the same: no place of an activation becomes the home of a weight.
+recompute = "none"
 [checkpoint]
 every = 3
 keep = 1
@@ -95,12 +99,13 @@ measure() {
 read -r host device moments _ < <(plan)
 measure host "memory.device=${device}B"
 host_total=$total host_peak=$peak
+read -r _ _ _ _ host_ring < <(plan "memory.device=${device}B")
 sets=("memory.device=${device}B" "memory.host=$((host - moments))B")
 read -r _ _ _ spilled ring < <(plan "${sets[@]}")
 measure spilled "${sets[@]}"
 awk -v plan=$((host_total - total)) -v peak=$((host_peak - peak)) -v spilled="$spilled" \
-    -v ring="$ring" 'BEGIN {
+    -v ring=$((ring - host_ring)) 'BEGIN {
     M = 1048576
-    printf "spilled %.0f MiB less the ring %.0f: %.0f; ", spilled/M, ring/M, (spilled-ring)/M
-    printf "the plan fell by %.0f, the peak by %.0f = %.1f %% of it\n",
+    printf "spilled %.0f MiB less %.0f by which the ring grew; ", spilled/M, ring/M
+    printf "the plan fell by %.0f, the peak by %.0f = %.1f %% of the spilled bytes\n",
         plan/M, peak/M, 100*peak/(spilled-ring) }'

@@ -430,7 +430,7 @@ impl Drop for Throttle {
 
 #[test]
 fn a_drive_that_became_slow_makes_the_run_slow_and_nothing_else() {
-    const BYTES_PER_SECOND: u64 = 512 << 10;
+    const BYTES_PER_SECOND: u64 = 256 << 10;
     for engine in ENGINES {
         let place = Place::new();
         let drive = match Drive::new(&place) {
