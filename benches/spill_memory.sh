@@ -17,7 +17,7 @@ directory=${1:-$(mktemp -d)}
 group=/sys/fs/cgroup/memory/terrace-spill-memory-$$
 mkdir -p "$directory/model"
 made=(model rows.jsonl run.toml said host spilled store)
-trap 'rmdir "$group" 2>/dev/null; cd "$directory" && rm -rf "${made[@]}"' EXIT
+trap 'rmdir "$group" 2>/dev/null || true; cd "$directory" && rm -rf "${made[@]}"' EXIT
 
 cat > "$directory/model/config.json" <<JSON
 { "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152,
