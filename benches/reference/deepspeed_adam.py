@@ -1,4 +1,4 @@
-"""How fast DeepSpeed's CPUAdam updates parameters in float32: the rival of `cargo bench --bench adamw`.
+"""How fast DeepSpeed's CPUAdam updates float32 parameters: the rival of `cargo bench --bench adamw`.
 
     python benches/reference/deepspeed_adam.py [--parameters N] [--runs 9] [--threads 2]
 
