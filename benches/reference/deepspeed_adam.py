@@ -1,4 +1,4 @@
-"""How fast DeepSpeed's CPUAdam updates float32 parameters: the rival of `cargo bench --bench adamw`.
+"""How fast DeepSpeed's CPUAdam updates float32 parameters: the rival of benches/adamw.rs.
 
     python benches/reference/deepspeed_adam.py [--parameters N] [--runs 9] [--threads 2]
 
