@@ -224,6 +224,53 @@ impl Error {
         matches!(self, Error::Io { source, .. } if source.kind() == io::ErrorKind::BrokenPipe)
     }
 
+    /// A failed transfer or checksum of an extent once more, for another who meets it; of any
+    /// other error its words, as [`Error::StoreFailed`].
+    pub fn again(&self) -> Error {
+        match self {
+            Error::ExtentChecksum {
+                path,
+                tile,
+                extent,
+                offset,
+                expected,
+                got,
+            } => Error::ExtentChecksum {
+                path: path.clone(),
+                tile: tile.clone(),
+                extent: *extent,
+                offset: *offset,
+                expected: *expected,
+                got: *got,
+            },
+            Error::TileIo {
+                action,
+                path,
+                tile,
+                extent,
+                offset,
+                needed,
+                free,
+                source,
+            } => Error::TileIo {
+                action,
+                path: path.clone(),
+                tile: tile.clone(),
+                extent: *extent,
+                offset: *offset,
+                needed: *needed,
+                free: *free,
+                source: match source.raw_os_error() {
+                    Some(code) => io::Error::from_raw_os_error(code),
+                    None => io::Error::new(source.kind(), source.to_string()),
+                },
+            },
+            other => Error::StoreFailed {
+                first: other.to_string(),
+            },
+        }
+    }
+
     /// An [`Error::Input`] from its five facts.
     pub fn input(
         what: &'static str,

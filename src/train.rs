@@ -37,7 +37,7 @@ use crate::optimizer::learning_rate;
 use crate::plan::Plan;
 use crate::stats::{Hop, Snapshot, Wait};
 use crate::step::{Engine, StepSettings};
-use crate::store::Phase;
+use crate::store::{Phase, Scratch};
 use commit::{Committer, Order};
 
 /// A run with everything read that it needs.
@@ -463,9 +463,17 @@ impl Trainer {
     /// The error of a run that ends, with the last commit named: the one under way too, if it can
     /// be made.
     fn stopped(&mut self, error: Error) -> Error {
+        // Who waited for another's transfer met only its consequences.
+        let store = self.engine.tiers().store.as_ref();
+        let error = match (store.and_then(Scratch::failure), error) {
+            (Some(first), Error::StoreFailed { .. }) => first,
+            (_, error) => error,
+        };
         let mut last_commit = String::new();
-        if let Err(failed) = self.end_commit(true) {
-            last_commit = format!("{failed}; ");
+        if let Err(Error::Stopped { source, .. }) = self.end_commit(true)
+            && source.to_string() != error.to_string()
+        {
+            last_commit = format!("{source}; ");
         }
         last_commit += &self.last_commit_text();
         match error {

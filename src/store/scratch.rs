@@ -92,7 +92,7 @@ struct Tag {
 }
 
 type Entries = Arc<Mutex<Vec<Entry>>>;
-type Failure = Arc<OnceLock<String>>;
+type Failure = Arc<OnceLock<Error>>;
 
 /// The scratch store.
 pub struct Scratch {
@@ -254,7 +254,7 @@ impl Scratch {
             request.slab
         );
         if let Some(first) = self.failure.get() {
-            let first = first.clone();
+            let first = first.to_string();
             return Err(Error::StoreFailed { first });
         }
         let place = self.places[index];
@@ -276,6 +276,11 @@ impl Scratch {
             .map_err(|_| Error::StoreFailed {
                 first: "the store's thread has ended".to_string(),
             })
+    }
+
+    /// The first failure, whoever's request met it.
+    pub fn failure(&self) -> Option<Error> {
+        self.failure.get().map(Error::again)
     }
 
     /// How long an operation may take before a line says it, zero is for ever, and where: without
@@ -406,13 +411,13 @@ fn settle(done: Done<Tag>, path: &Path, entries: &Entries, failure: &Failure) {
     let result = match (result, failure.get()) {
         // After a failed write its extent's next read would find what was there before.
         (Ok(()), Some(first)) => {
-            let first = first.clone();
+            let first = first.to_string();
             Err(Error::StoreFailed { first })
         }
         (result, _) => result,
     };
     if let Err(error) = &result {
-        failure.get_or_init(|| error.to_string());
+        failure.get_or_init(|| error.again());
     }
     let completion = Completion {
         kind: done.direction,
