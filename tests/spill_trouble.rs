@@ -171,7 +171,9 @@ impl Place {
         assert_eq!(ended.status.code(), Some(code), "{said}");
         let errors = String::from_utf8_lossy(&ended.stderr);
         let line = errors.lines().last().unwrap_or_default().to_string();
-        assert_eq!(errors.matches("terrace: ").count(), 1, "{said}");
+        for once in ["terrace: ", "scratch.tiles", "the last commit is"] {
+            assert_eq!(errors.matches(once).count(), 1, "{once}: {said}");
+        }
         let scratch = self.path("store/scratch.tiles");
         let named = [
             "extent",
@@ -282,8 +284,8 @@ fn a_transfer_that_fails_ends_the_run_with_its_tile_and_the_last_commit() {
         assert!(requests >= 2, "{requests} of {kind:?}: {}", words(&ended));
         fs.set_faults(FsFaults::default());
         let action = match kind {
-            Transfer::Read => "read of tile",
-            Transfer::Write => "write of tile",
+            Transfer::Read => "terrace: read of tile",
+            Transfer::Write => "terrace: write of tile",
         };
         let system = format!("(os error {errno})");
         let line = place.assert_ended_and_resumes(engine, &ended, 4, &[action, &system]);
@@ -381,10 +383,12 @@ fn a_drive_that_is_thinner_than_it_says_ends_the_run() {
     assert_eq!(ended.status.code(), Some(4), "{said}");
     let last = said.lines().last().unwrap();
     println!("{last}");
-    for part in ["write of tile", "scratch.tiles", "(os error "] {
+    for part in ["terrace: write of tile", "scratch.tiles", "(os error "] {
         assert!(last.contains(part), "{part}: {said}");
     }
     assert!(!said.contains("step 1/"), "{said}");
+    drop(file);
+    std::fs::remove_file(filler).unwrap();
     drop(drive);
     let again = place.train(IoEngine::Uring, &[]);
     place.assert_undisturbed(&words(&again));
