@@ -38,6 +38,7 @@ use crate::plan::Plan;
 use crate::stats::{Hop, Snapshot, Wait};
 use crate::step::{Engine, StepSettings};
 use crate::store::{Phase, Scratch};
+use crate::transfer::Tiers;
 use commit::{Committer, Order};
 
 /// A run with everything read that it needs.
@@ -210,12 +211,14 @@ impl Trainer {
         match (weights, &mut checkpoints) {
             (Some(weights), _) => {
                 notes.extend(weights.notes().iter().cloned());
-                tiers.initialise(|layer, elements, out| {
+                let filled = tiers.initialise(|layer, elements, out| {
                     weights.fill(tiers.layout(layer), elements, out)
-                })?;
+                });
+                filled.map_err(|error| cause(tiers, error))?;
             }
             (None, Some(checkpoints)) => {
-                let found = checkpoints.restore(tiers, start.step())?;
+                let found = checkpoints.restore(tiers, start.step());
+                let found = found.map_err(|error| cause(tiers, error))?;
                 notes.extend(found.changes(&run.config, &progress, resume_changed)?);
                 notes.extend(progress.goes_on_from(&found));
                 run.batches.seek(found.cursor)?;
@@ -463,12 +466,7 @@ impl Trainer {
     /// The error of a run that ends, with the last commit named: the one under way too, if it can
     /// be made.
     fn stopped(&mut self, error: Error) -> Error {
-        // Who waited for another's transfer met only its consequences.
-        let store = self.engine.tiers().store.as_ref();
-        let error = match (store.and_then(Scratch::failure), error) {
-            (Some(first), Error::StoreFailed { .. }) => first,
-            (_, error) => error,
-        };
+        let error = cause(self.engine.tiers(), error);
         let mut last_commit = String::new();
         if let Err(Error::Stopped { source, .. }) = self.end_commit(true)
             && source.to_string() != error.to_string()
@@ -526,5 +524,14 @@ impl Trainer {
 
     fn name_last_commit(&self) {
         self.engine.set_last_commit(self.last_commit_text());
+    }
+}
+
+/// The scratch store's first failure in place of what followed from it: who waited for another's
+/// transfer met only that.
+fn cause(tiers: &Tiers, error: Error) -> Error {
+    match (tiers.store.as_ref().and_then(Scratch::failure), error) {
+        (Some(first), Error::StoreFailed { .. }) => first,
+        (_, error) => error,
     }
 }
