@@ -375,6 +375,8 @@ impl Trainer {
             }
         }
         let loss = sum / targets.max(1) as f64;
+        // What it moved is no step's.
+        self.last_snapshot = self.engine.tiers().stats.snapshot();
         self.metrics.evaluation(self.progress.step, loss);
         self.last_return = Instant::now();
         Ok(Some(loss))

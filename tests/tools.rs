@@ -422,6 +422,15 @@ fn sizes_beyond_64_bits_do_not_wrap_around_into_ones_that_fit() {
          --set train.micro_batch=65536 --set train.micro_batches=65536",
     );
     assert_eq!(ended.code, 2, "{ended:?}");
+    let start =
+        "terrace: run.toml: train.micro_batch x data.seq_len: expected at most 1048576 tokens";
+    assert!(ended.err.starts_with(start), "{ended:?}");
+    let ended = room.terrace(
+        "plan run.toml --set model.path=wide --set data.seq_len=1048576 \
+         --set memory.device=16383PiB --set train.micro_batch=65536 \
+         --set train.micro_batches=65536",
+    );
+    assert_eq!(ended.code, 2, "{ended:?}");
     let start = "terrace: device memory: needs 18446744073709551615 bytes";
     assert!(ended.err.starts_with(start), "{ended:?}");
 }
@@ -684,8 +693,10 @@ fn plan_as_json_has_totals_that_are_the_sums_of_their_parts() {
             .unwrap_or_else(|| panic!("{value} in {plan}"))
     };
     let host = &plan["host"];
-    let ring = number(&host["slabs"]) * number(&host["slab_bytes"]);
-    let parts = number(&host["homes"]) + number(&host["gradients"]) + ring;
+    let slabs = number(&host["slabs"]) + number(&host["commit_slabs"]);
+    let rings = slabs * number(&host["slab_bytes"]);
+    let pools = number(&host["gradients"]) + number(&host["weight_slots"]);
+    let parts = number(&host["homes"]) + pools + number(&host["anchors"]) + rings;
     assert_eq!(number(&host["total"]), parts);
     assert!(parts <= number(&plan["budgets"]["host"]));
     let arena = &plan["device_arena"];

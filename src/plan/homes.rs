@@ -269,7 +269,11 @@ fn refuse_overflow(
                 } + "and ",
                 (host.slabs + host.commit_slabs) * host.slab_bytes,
                 match (host.anchors > 0, config.train.max_grad_norm > 0.0) {
-                    (true, _) => " or train.micro_batches, or raise memory.device",
+                    (true, false) => " or train.micro_batches, or raise memory.device",
+                    (true, true) => {
+                        " or train.micro_batches, raise memory.device, or set \
+                         train.max_grad_norm = 0 so that gradients need not wait for the norm"
+                    }
                     (false, true) => {
                         ", or set train.max_grad_norm = 0 so that gradients need not wait for the \
                          norm"

@@ -187,11 +187,15 @@ impl Plan {
         format!("{kept}\n{checkpoints}\n{moved}\n{wear}{predicted}\n")
     }
 
-    /// Bytes written to drives over the whole run: the checkpoints' file when it is made, then
-    /// every step's; `None` where nobody says how many steps.
+    /// Bytes written to drives over the whole run: the checkpoints' file and the spilled extents
+    /// when they are made, every step's, every commit's and the last one's; `None` where nobody
+    /// says how many steps.
     fn run_bytes(&self, prediction: &Prediction) -> Option<f64> {
-        let step = self.wear.step_bytes(prediction.write_bytes);
-        Some(self.checkpoint_bytes as f64 + self.wear.steps? as f64 * step)
+        let steps = self.wear.steps?;
+        let commits = steps.div_ceil(self.wear.commit_every.max(1));
+        let made = (self.checkpoint_bytes + self.spilled_bytes) as f64;
+        let written = steps as f64 * prediction.write_bytes as f64;
+        Some(made + written + commits as f64 * self.wear.commit_bytes as f64)
     }
 
     /// Shares of a drive's rated life and the days that it lasts, where its rating is given.

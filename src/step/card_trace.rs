@@ -15,6 +15,9 @@ use crate::stats::Stats;
 /// Name of the lane.
 pub const CARD_LANE: &str = "card";
 
+/// Most actions that wait to be read.
+const SPANS_MAX: usize = 1 << 16;
+
 struct Span {
     action: Action,
     from: Point,
@@ -46,7 +49,10 @@ impl CardTrace {
     pub(super) fn ends(&self, device: &Device, action: Action, from: Option<Point>) {
         if let (Some(from), Some(to)) = (from, device.timed_point()) {
             let mut spans = self.spans.lock().unwrap_or_else(PoisonError::into_inner);
-            spans.push(Span { action, from, to });
+            // A trace keeps no more than that of a whole run anyway.
+            if spans.len() < SPANS_MAX {
+                spans.push(Span { action, from, to });
+            }
         }
     }
 

@@ -89,6 +89,8 @@ pub struct Reader {
     pub(super) sentences: Vec<String>,
     /// A training that has the store: its process, 0 where unknown.
     training: Option<u32>,
+    /// A training may write while this reads.
+    disturbed: bool,
     /// Held until the engine is gone.
     pub(super) lock: Option<File>,
 }
@@ -125,6 +127,7 @@ impl Reader {
             lost: found.lost,
             sentences,
             training: None,
+            disturbed: false,
             lock: None,
         }
     }
@@ -137,6 +140,7 @@ impl Reader {
         let opened = disk::open_to_read(&path, &[own.span()])?;
         let mut reader = Reader::on_disk(&path, opened.disk, opened.bytes, own)?;
         reader.sentences.insert(0, opened.sentence);
+        reader.disturbed = !matches!(shared, Shared::Locked(_));
         match shared {
             Shared::Locked(lock) => reader.lock = Some(lock),
             Shared::Held(pid) => {
@@ -165,7 +169,7 @@ impl Reader {
     /// As [`super::CheckpointStore::open_read_only`].
     pub fn open_disk(disk: Box<dyn Disk>, bytes: u64) -> Result<Reader> {
         let mut reader = Reader::on_disk(Path::new("simulated"), disk, bytes, own_ring(None)?)?;
-        reader.training = Some(0);
+        (reader.training, reader.disturbed) = (Some(0), true);
         Ok(reader)
     }
 
@@ -251,12 +255,14 @@ impl Reader {
 
     /// `error`, or that the region is no longer what it was when the store was opened.
     fn told_apart(&self, region: usize, generation: u64, error: Error) -> Error {
-        if self.training.is_none() {
+        if !self.disturbed {
             return error;
         }
         let bytes = self.superblock.geometry.file_bytes;
-        match self.recovery().superblock(bytes) {
-            Ok(now) if now.regions.get(region) != self.superblock.regions.get(region) => {
+        // A look may meet copies that are just being written.
+        let looks = (0..OPENINGS_MAX).map(|_| self.recovery().superblock(bytes));
+        match looks.into_iter().find(Result::is_ok).transpose() {
+            Ok(Some(now)) if now.regions.get(region) != self.superblock.regions.get(region) => {
                 Error::Overwritten {
                     path: self.path.clone(),
                     generation,

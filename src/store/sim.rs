@@ -264,6 +264,14 @@ impl SimDisk {
         self.state().operations
     }
 
+    /// Counts operations from 0 again. How many of those under way still come after a failure
+    /// depends on threads: what follows must not.
+    pub fn count_anew(&self) {
+        let mut state = self.state();
+        state.operations = 0;
+        state.visits.clear();
+    }
+
     /// Flushes so far.
     pub fn flush_count(&self) -> u64 {
         self.state().flushes

@@ -25,8 +25,9 @@ pub struct CommitReport {
     /// Seconds in which the update lane waited for a tile to be copied, or the run for the commit
     /// to end.
     pub stall_seconds: f64,
-    /// Most that this should be: the commit's bytes at the rate at which its writes went, less the
-    /// step beside them. Without a step beside them, all of it.
+    /// Beside which the stall is read: the commit's bytes at the rate at which its writes went,
+    /// less the step beside them; without a step beside them, all of it. Flushes and copies are
+    /// not in it.
     pub stall_bound_seconds: f64,
     /// Bytes written.
     pub bytes: u64,

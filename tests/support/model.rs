@@ -139,6 +139,7 @@ impl Run<'_> {
         let Some(mut store) = self.look()? else {
             return Ok(false);
         };
+        self.disk.count_anew();
         let end = match self.draw(8) {
             0 => End::Exit,
             1 => End::PowerCut,

@@ -75,24 +75,16 @@ fn size(flag: &str, text: &str) -> Result<u64> {
 
 /// Runs `terrace plan`.
 pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
-    let config = arguments.file.read()?;
+    let mut config = arguments.file.read()?;
     let (spec, _) = hf::read_config(model_dir(&config)?)?;
     // A plan needs no card: what the command line leaves out is this machine's as without one.
     let cpu = DeviceProfile::cpu();
-    let mut budget = resolve_budgets(&spec, &config, &cpu)?;
-    let budgets = &mut budget.budgets;
-    for (flag, text, to) in [
-        (
-            "--device-memory",
-            &arguments.device_memory,
-            &mut budgets.device,
-        ),
-        ("--host-memory", &arguments.host_memory, &mut budgets.host),
-        ("--store-space", &arguments.store_space, &mut budgets.store),
-    ] {
-        if let Some(text) = text {
-            *to = size(flag, text)?;
-        }
+    let memory = &mut config.memory;
+    if let Some(text) = &arguments.device_memory {
+        memory.device = Size::Bytes(size("--device-memory", text)?);
+    }
+    if let Some(text) = &arguments.host_memory {
+        memory.host = Size::Bytes(size("--host-memory", text)?);
     }
     // Device memory on the command line means a GPU, and rates of a server with one.
     let (profile, otherwise) = if arguments.device_memory.is_some() {
@@ -101,10 +93,12 @@ pub(crate) fn plan(arguments: &PlanArguments) -> Result<()> {
     } else {
         (cpu, None)
     };
-    let measured = arguments
-        .profile
-        .as_ref()
-        .or(config.memory.profile.as_ref());
+    let mut budget = resolve_budgets(&spec, &config, &profile)?;
+    if let Some(text) = &arguments.store_space {
+        budget.budgets.store = size("--store-space", text)?;
+    }
+    let measured = arguments.profile.as_ref();
+    let measured = measured.or(config.memory.profile.as_ref());
     let (mut rates, notes) = rates_of(measured, otherwise, &profile, &budget.store)?;
     budget.sentences.extend(notes);
     override_rates(arguments, &mut rates)?;
@@ -188,8 +182,8 @@ fn what_if(
     ] {
         let [device, host] = more;
         let more = Budgets {
-            device: budgets.device + budgets.device / 4 * device,
-            host: budgets.host + budgets.host / 4 * host,
+            device: budgets.device.saturating_add(budgets.device / 4 * device),
+            host: budgets.host.saturating_add(budgets.host / 4 * host),
             ..budgets
         };
         other(what, config, more)?;

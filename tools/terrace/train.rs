@@ -45,7 +45,8 @@ pub(crate) struct TrainArguments {
     #[arg(long, value_name = "STEP", num_args = 0..=1, require_equals = true,
           default_missing_value = "latest")]
     resume: Option<String>,
-    /// Let model, data, seed, batch or precision differ from the run that is resumed
+    /// Let data, seed or batch differ from the run that is resumed; the model's shapes and its
+    /// precision cannot
     #[arg(long, requires = "resume")]
     resume_changed: bool,
     /// Write a Chrome trace of every action to this file
@@ -282,7 +283,8 @@ fn steps(
     signal: &AtomicI32,
 ) -> Result<()> {
     let total = trainer.run().total_steps;
-    let console = Console::new(total, trainer.steps_done(), prediction);
+    let shared_cores = trainer.engine().plan().device.card.is_none();
+    let console = Console::new(total, trainer.steps_done(), prediction, shared_cores);
     if let Some(entropy) = entropy {
         console.line(&format!(
             "unigram entropy of the held-out text: {entropy:.4} nats"
@@ -342,7 +344,7 @@ struct Console {
 }
 
 impl Console {
-    fn new(total: u64, done: u64, prediction: &Prediction) -> Console {
+    fn new(total: u64, done: u64, prediction: &Prediction, shared_cores: bool) -> Console {
         let terminal = std::io::stderr().is_terminal();
         let bar = if terminal {
             ProgressBar::new(total)
@@ -353,7 +355,7 @@ impl Console {
         bar.set_style(ProgressStyle::with_template(style).expect("the template is constant"));
         bar.set_position(done);
         bar.reset_eta();
-        let light_seconds = prediction.light_seconds(true);
+        let light_seconds = prediction.light_seconds(shared_cores);
         let flops = prediction.executed_flops;
         Console {
             bar,
