@@ -102,7 +102,7 @@ pub enum Error {
     #[error(
         "{path}: {tile}, extent {extent} at byte {offset}: checksum expected {expected:032x}, \
          got {got:032x}; the bytes on the disk changed or were never written: check the drive, \
-         then resume from the last commit", path = path.display()
+         and take another commit (--step, --resume=STEP)", path = path.display()
     )]
     ExtentChecksum {
         /// The store's file.

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use terrace::Error;
 use terrace::host::{HostArena, Ring};
+use terrace::store::format::{Geometry, SUPERBLOCK_COPIES};
 use terrace::store::sim::{Faults, SimDisk, mix};
 use terrace::store::{CheckpointStore, Reader, Spec, StoredSection};
 use terrace::tile::{Section, TileId};
@@ -243,4 +244,51 @@ fn a_power_cut_while_keep_is_raised_loses_nothing() {
 #[test]
 fn a_power_cut_while_keep_is_lowered_loses_nothing() {
     cuts(3, 1);
+}
+
+/// Lowered right after as many commits as were kept, the file was cut to regions that all held one,
+/// and the next commit panicked.
+#[test]
+fn a_region_stays_free_when_keep_is_lowered() {
+    let (directory, ring) = (tempfile::tempdir().unwrap(), ring());
+    let at = directory.path();
+    let mut store = open(at, 5).unwrap();
+    (1..=4).for_each(|generation| commit(&mut store, generation).unwrap());
+    drop(store);
+    let mut store = open(at, 1).unwrap();
+    assert_eq!(store.generations(), [1, 2, 3, 4]);
+    (5..=7).for_each(|generation| {
+        commit(&mut store, generation).unwrap();
+        assert_eq!(store.generations(), [generation]);
+    });
+    assert_reads(&store, &ring);
+}
+
+/// A file that was cut so goes on too: its oldest commit makes room.
+#[test]
+fn a_store_without_a_free_region_goes_on() {
+    let (directory, ring) = (tempfile::tempdir().unwrap(), ring());
+    let at = directory.path();
+    let mut store = open(at, 2).unwrap();
+    (1..=2).for_each(|generation| commit(&mut store, generation).unwrap());
+    let mut cut = store.superblock().clone();
+    drop(store);
+    let now = cut.geometry;
+    cut.geometry = Geometry::new(now.extent_count, now.extents_bytes, 2).unwrap();
+    cut.regions.truncate(2);
+    cut.keep = 1;
+    let path = at.join("checkpoint.tiles");
+    let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+    for copy in 0..SUPERBLOCK_COPIES {
+        let page = cut.encode(copy);
+        std::os::unix::fs::FileExt::write_all_at(&file, &page, (copy as u64) << 20).unwrap();
+    }
+    file.set_len(cut.geometry.file_bytes).unwrap();
+    let mut store = open(at, 1).unwrap();
+    assert_eq!(store.generations(), [1, 2]);
+    (3..=5).for_each(|generation| {
+        commit(&mut store, generation).unwrap();
+        assert_eq!(store.generations(), [generation]);
+    });
+    assert_reads(&store, &ring);
 }

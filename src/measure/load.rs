@@ -200,7 +200,8 @@ fn need(copies: &[Copy], path: &Path) -> Result<Need> {
     Ok(Need {
         bytes,
         writes,
-        filled: jobs().any(|job| job.access.reads || job.overwrite),
+        // A kept file that a later run is to verify has headers everywhere.
+        filled: jobs().any(|job| job.access.reads || job.overwrite || (job.verify && !job.unlink)),
         // Who writes without headers leaves none behind.
         sealed: if plain_writer && !jobs().any(|job| job.verify && job.access.reads) {
             0

@@ -223,6 +223,32 @@ impl Target {
         let serves = mark.bytes >= need.bytes.unwrap_or(mark.bytes)
             && (mark.filled || !need.filled)
             && (need.sealed == 0 || mark.sealed == need.sealed);
+        // What a run was asked to keep is evidence: reading must not replace it.
+        if !serves && mark.keep && !need.writes {
+            let blocks = |bytes: u64| match bytes {
+                0 => "no headers".to_string(),
+                bytes => format!("headers every {bytes} bytes"),
+            };
+            return Err(refused(
+                path,
+                &format!(
+                    "a kept file of at least {} bytes, written, with {}",
+                    need.bytes.unwrap_or(mark.bytes),
+                    blocks(need.sealed)
+                ),
+                &format!(
+                    "{} bytes, {}, {}",
+                    mark.bytes,
+                    if mark.filled {
+                        "written"
+                    } else {
+                        "not all written"
+                    },
+                    blocks(mark.sealed)
+                ),
+                "read it with the bs and size that it was written with, or remove it",
+            ));
+        }
         if !serves {
             let need = Need {
                 bytes: Some(need.bytes.unwrap_or(mark.bytes).max(mark.bytes)),

@@ -90,12 +90,11 @@ pub(super) fn begin(store: &mut CheckpointStore, generation: u64) -> Result<Comm
         return Err(refused(store, &expected, &generation.to_string()));
     }
     store.settle_copies()?;
-    let region = store
-        .superblock
-        .regions
-        .iter()
-        .position(|region| *region == Region::Free)
-        .expect("every superblock has a free region");
+    let mut regions = store.superblock.regions.iter();
+    let region = match regions.position(|region| *region == Region::Free) {
+        Some(region) => region,
+        None => store.free_a_region()?,
+    };
     // Room for every outcome: the store's thread never waits here.
     let (reply, outcomes) = crossbeam_channel::unbounded();
     Ok(Commit {

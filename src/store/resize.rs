@@ -122,7 +122,10 @@ impl CheckpointStore {
         let regions = &self.superblock.regions;
         let used = regions.iter().rposition(|region| *region != Region::Free);
         let used = used.map_or(0, |last| last as u32 + 1);
-        let wanted = used.max(self.superblock.keep + 1);
+        // One of those that stay must be free: the next commit goes there.
+        let full = regions.iter().take_while(|region| **region != Region::Free);
+        let full = full.count() as u32 == used;
+        let wanted = (used + u32::from(full)).max(self.superblock.keep + 1);
         if wanted < self.superblock.geometry.region_count {
             let mut next = self.superblock.clone();
             next.geometry = sizes(&next.geometry, wanted).expect("fewer than there are");
@@ -132,7 +135,38 @@ impl CheckpointStore {
         self.trim()
     }
 
-    /// Puts another superblock in force that names the same commits.
+    /// Frees a region where none is free, as an earlier version left files behind that it had cut
+    /// too short: the commit that cannot be read, else the oldest.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if that would leave no commit; those of a write.
+    pub(super) fn free_a_region(&mut self) -> Result<usize> {
+        let held = self.superblock.regions.iter().enumerate();
+        let held = held.filter_map(|(index, region)| match region {
+            Region::Free => None,
+            Region::Committed { generation, .. } => {
+                Some((self.commits[index].is_some(), *generation, index))
+            }
+        });
+        let held: Vec<(bool, u64, usize)> = held.collect();
+        let first = held.iter().min().filter(|_| held.len() > 1);
+        let Some(&(.., first)) = first else {
+            return Err(Error::input(
+                "checkpoint",
+                self.path.display().to_string(),
+                "a region that is free beside the last commit",
+                "none",
+                "raise checkpoint.keep",
+            ));
+        };
+        let mut next = self.superblock.clone();
+        next.regions[first] = Region::Free;
+        self.replace(next)?;
+        self.commits[first] = None;
+        Ok(first)
+    }
+
+    /// Puts another superblock in force that names the same commits, or fewer.
     fn replace(&mut self, mut next: Superblock) -> Result<()> {
         self.settle_copies()?;
         next.sequence += 1;

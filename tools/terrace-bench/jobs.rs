@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use terrace::error::{Error, Result};
 use terrace::measure::job_file::{self, GENERAL, Request};
 use terrace::measure::load::{self, Live};
@@ -62,17 +62,17 @@ fn write_out(request: &Request, text: &str) -> Result<()> {
     }
 }
 
-/// The first SIGINT or SIGTERM ends the jobs, whose files are then removed; a second one ends the
+/// The first SIGINT, SIGTERM or SIGHUP ends the jobs, whose files are then removed; a second one ends the
 /// process.
 pub(crate) fn watch_signals() -> Result<(Arc<AtomicBool>, Arc<AtomicI32>)> {
     let stop = Arc::new(AtomicBool::new(false));
     let signal = Arc::new(AtomicI32::new(0));
     let watch = || -> std::io::Result<()> {
-        for number in [SIGINT, SIGTERM] {
+        for number in [SIGINT, SIGTERM, SIGHUP] {
             let code = 128 + number;
             signal_hook::flag::register_conditional_shutdown(number, code, stop.clone())?;
         }
-        let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+        let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP])?;
         let (stop, signal) = (stop.clone(), signal.clone());
         std::thread::Builder::new()
             .name("signals".to_string())

@@ -180,7 +180,7 @@ fn verify_files(files: &TensorFiles, arguments: &VerifyArguments) -> Result<u8> 
             .collect();
         print_json(&json!({
             "path": path_text(files.path()), "full": arguments.full, "tensors": tensors,
-            "bytes": bytes, "non_finite": found, "notes": [note],
+            "bytes": bytes, "non_finite": arguments.full.then_some(found), "notes": [note],
         }))?;
     } else {
         for (name, nan, infinite, first) in &non_finite {
@@ -189,12 +189,15 @@ fn verify_files(files: &TensorFiles, arguments: &VerifyArguments) -> Result<u8> 
                 printable(name)
             );
         }
-        let read = if arguments.full { "read" } else { "listed" };
-        print(&format!(
-            "{note}\n{tensors} tensors, {} {read}; {} with numbers that are not finite\n",
-            bytes_text(bytes),
-            non_finite.len()
-        ))?;
+        let found = match arguments.full {
+            true => format!(
+                "read; {} with numbers that are not finite",
+                non_finite.len()
+            ),
+            false => "listed; numbers were not read (--full reads them)".to_string(),
+        };
+        let bytes = bytes_text(bytes);
+        print(&format!("{note}\n{tensors} tensors, {bytes} {found}\n"))?;
     }
     Ok(if non_finite.is_empty() { 0 } else { 3 })
 }

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use terrace::error::{Result, printable};
+use terrace::error::{Error, Result, printable};
 use terrace::inspect::Source;
 use terrace::inspect::diff::{Compared, Difference, Side, diff as compare};
+use terrace::inspect::store::Store;
 
 use crate::output::{print, print_json, short, table};
 
@@ -14,7 +15,8 @@ use crate::output::{print, print_json, short, table};
 pub(crate) struct DiffArguments {
     /// Checkpoint directory, its file, or safetensors
     a: PathBuf,
-    /// The other side; without it, another commit of the same store
+    /// The other side; without it, another commit of the same store: the one before the newest
+    /// beside the newest where no step is named
     b: Option<PathBuf>,
     /// The commit of the first side; the newest otherwise
     #[arg(long)]
@@ -39,10 +41,15 @@ pub(crate) fn diff(arguments: &DiffArguments) -> Result<u8> {
         .map(|path| Source::open(path))
         .transpose()?;
     let b = b.as_ref().unwrap_or(&a);
+    let step_a = match (&a, &arguments.b, arguments.step_a, arguments.step_b) {
+        // One store and no steps: its newest commit beside the one before.
+        (Source::Store(store), None, None, None) => Some(one_before_the_newest(store)?),
+        (_, _, step, _) => step,
+    };
     let mut rows: Vec<Difference> = Vec::new();
     let all = arguments.all;
     let compared = compare(
-        side(&a, arguments.step_a)?,
+        side(&a, step_a)?,
         side(b, arguments.step_b)?,
         &mut |found| {
             if all || found.differing > 0 {
@@ -60,6 +67,19 @@ pub(crate) fn diff(arguments: &DiffArguments) -> Result<u8> {
         print(&diff_text(&compared, &rows))?;
     }
     Ok(u8::from(!compared.is_equal()))
+}
+
+fn one_before_the_newest(store: &Store) -> Result<u64> {
+    match store.commits() {
+        [.., before, _] => Ok(before.step),
+        _ => Err(Error::input(
+            "arguments",
+            "B",
+            "another store, or a store with two commits",
+            "one with less",
+            "name the other side",
+        )),
+    }
 }
 
 fn side(source: &Source, step: Option<u64>) -> Result<Side<'_>> {

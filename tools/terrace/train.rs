@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM};
 use terrace::checkpoint::checkpoint_dir;
 use terrace::config::RunConfig;
 use terrace::data::quickstart::unigram_entropy;
@@ -60,11 +60,11 @@ pub(crate) struct TrainArguments {
     kill_signal: i32,
 }
 
-/// Set by the first SIGINT or SIGTERM; a second one ends the process at once.
+/// Set by the first SIGINT, SIGTERM or SIGHUP; a second one ends the process at once.
 fn watch_signals() -> Result<Arc<AtomicI32>> {
     let signal = Arc::new(AtomicI32::new(0));
     let seen = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    for number in [SIGINT, SIGTERM] {
+    for number in [SIGINT, SIGTERM, SIGHUP] {
         let watch = || -> std::io::Result<()> {
             let code = 128 + number;
             signal_hook::flag::register_conditional_shutdown(number, code, seen.clone())?;
