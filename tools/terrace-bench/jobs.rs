@@ -62,8 +62,8 @@ fn write_out(request: &Request, text: &str) -> Result<()> {
     }
 }
 
-/// The first SIGINT, SIGTERM or SIGHUP ends the jobs, whose files are then removed; a second one ends the
-/// process.
+/// The first SIGINT, SIGTERM or SIGHUP ends the jobs, whose files are then removed; a second one
+/// ends the process.
 pub(crate) fn watch_signals() -> Result<(Arc<AtomicBool>, Arc<AtomicI32>)> {
     let stop = Arc::new(AtomicBool::new(false));
     let signal = Arc::new(AtomicI32::new(0));
