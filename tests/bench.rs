@@ -946,3 +946,29 @@ fn help_names_every_option() {
         "{help}"
     );
 }
+
+/// A read job with another bs, or without a size, wrote a kept file anew and called it good.
+#[test]
+fn a_kept_file_is_not_replaced_by_reading_it() {
+    let room = Room::new();
+    let run = |options: &str| room.bench(&format!("--name=a --filename=f --verify=xxh3 {options}"));
+    run("--rw=write --bs=16k --size=256k --unlink=0").success();
+    run("--rw=read --bs=16k").success();
+    let mut bytes = std::fs::read(room.path("f")).unwrap();
+    bytes[100_000] ^= 1;
+    std::fs::write(room.path("f"), &bytes).unwrap();
+    for (options, code) in [
+        ("--rw=read --bs=16k", 3),
+        ("--rw=read --bs=16k --size=256k", 3),
+        ("--rw=read --bs=32k --size=256k", 2),
+        ("--rw=randread --bs=4k", 2),
+        ("--rw=read --bs=16k --size=512k", 2),
+    ] {
+        let ended = run(options);
+        assert_eq!(ended.code, code, "{options}: {ended:?}");
+        assert!(
+            std::fs::read(room.path("f")).unwrap() == bytes,
+            "{options} wrote"
+        );
+    }
+}
