@@ -43,6 +43,7 @@ pub use engine::{Counters, Flow};
 pub use reader::{Reader, Recheck};
 pub use recover::Lost;
 pub use scratch::{Completion, Request, Scratch, Stripe};
+pub(crate) use sys::advise_huge_pages;
 pub use watchdog::{IO_TIMEOUT_SECONDS, Say};
 
 /// Names an extent: elements `extent * EXTENT_ELEMENTS ..` of one section of one tile.
