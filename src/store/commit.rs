@@ -314,27 +314,28 @@ fn succeed(
     let mut next = superblock.clone();
     next.sequence += 1;
     next.regions[new] = region;
-    loop {
-        let held = next
-            .regions
-            .iter()
-            .enumerate()
-            .filter_map(|(index, region)| match region {
-                Region::Free => None,
-                Region::Committed { generation, .. } => {
-                    Some((index == new || readable(index), *generation, index))
-                }
-            });
-        let held: Vec<(bool, u64, usize)> = held.collect();
-        if held.len() <= superblock.keep as usize {
-            return next;
-        }
-        let (.., first) = held
-            .into_iter()
-            .min()
-            .expect("more than keep, which is at least 1");
-        next.regions[first] = Region::Free;
+    let held = in_order_of_leaving(&next.regions, |index| index == new || readable(index));
+    let many = held.len().saturating_sub(superblock.keep as usize);
+    for index in &held[..many] {
+        next.regions[*index] = Region::Free;
     }
+    next
+}
+
+/// Committed regions in the order in which they are freed: those that cannot be read, then the
+/// oldest.
+pub(super) fn in_order_of_leaving(
+    regions: &[Region],
+    readable: impl Fn(usize) -> bool,
+) -> Vec<usize> {
+    let held = regions.iter().enumerate();
+    let held = held.filter_map(|(index, region)| match region {
+        Region::Free => None,
+        Region::Committed { generation, .. } => Some((readable(index), *generation, index)),
+    });
+    let mut held: Vec<(bool, u64, usize)> = held.collect();
+    held.sort_unstable();
+    held.into_iter().map(|(.., index)| index).collect()
 }
 
 /// What a refused write or flush of anything but an extent says.

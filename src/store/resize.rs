@@ -141,16 +141,9 @@ impl CheckpointStore {
     /// # Errors
     /// [`Error::Input`] if that would leave no commit; those of a write.
     pub(super) fn free_a_region(&mut self) -> Result<usize> {
-        let held = self.superblock.regions.iter().enumerate();
-        let held = held.filter_map(|(index, region)| match region {
-            Region::Free => None,
-            Region::Committed { generation, .. } => {
-                Some((self.commits[index].is_some(), *generation, index))
-            }
-        });
-        let held: Vec<(bool, u64, usize)> = held.collect();
-        let first = held.iter().min().filter(|_| held.len() > 1);
-        let Some(&(.., first)) = first else {
+        let readable = |index: usize| self.commits[index].is_some();
+        let held = commit::in_order_of_leaving(&self.superblock.regions, readable);
+        let [first, _, ..] = held[..] else {
             return Err(Error::input(
                 "checkpoint",
                 self.path.display().to_string(),
