@@ -8,7 +8,7 @@ use std::path::Path;
 
 use terrace::Error;
 use terrace::host::{HostArena, Ring};
-use terrace::store::format::{Geometry, SUPERBLOCK_COPIES};
+use terrace::store::format::{Geometry, Region, SUPERBLOCK_COPIES};
 use terrace::store::sim::{Faults, SimDisk, mix};
 use terrace::store::{CheckpointStore, Reader, Spec, StoredSection};
 use terrace::tile::{Section, TileId};
@@ -257,6 +257,8 @@ fn a_region_stays_free_when_keep_is_lowered() {
     drop(store);
     let mut store = open(at, 1).unwrap();
     assert_eq!(store.generations(), [1, 2, 3, 4]);
+    // FORMAT.md promises it: the next commit goes there while all four are still held.
+    assert!(store.superblock().regions.contains(&Region::Free));
     (5..=7).for_each(|generation| {
         commit(&mut store, generation).unwrap();
         assert_eq!(store.generations(), [generation]);
