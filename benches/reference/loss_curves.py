@@ -4,8 +4,10 @@
 A model of a config.json with random weights is trained by `terrace train` and by transformers, on
 the same rows in the same order, with the same AdamW (fp32 master, bf16 arithmetic, f32 sums,
 clipping at 1). transformers runs several times with what does not change the mathematics changed:
-how rows are grouped into micro-batches, and the attention kernel. The largest distance of two of
-its curves is the spread that Terrace's distance from their mean is held beside.
+how rows are grouped into micro-batches, the attention kernel, and where bf16 begins (autocast over
+f32 weights, which keeps the residual stream in f32, or a bf16 copy of the f32 master, as Terrace and
+DeepSpeed train). The largest distance of two of its curves is the spread that Terrace's distance
+from their mean is held beside; the curves of bf16 copies are also held to Terrace's by themselves.
 
     python3 benches/reference/loss_curves.py --terrace target/release/terrace --tokens FILE.u16 \\
         --config tests/fixtures/configs/smollm2-135m --steps 100
@@ -37,13 +39,18 @@ def rows_of(path, count):
     return tokens[: count * SEQ_LEN].reshape(count, SEQ_LEN).astype(np.int64)
 
 
-def transformers_losses(directory, rows, steps, rows_at_once, attention):
+def transformers_losses(directory, rows, steps, rows_at_once, attention, copied):
+    """Losses of `steps` steps; `copied`: the model is a bf16 copy of the f32 master."""
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=attention
+        directory,
+        dtype=torch.bfloat16 if copied else torch.float32,
+        attn_implementation=attention,
     ).cuda()
     model.train()
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    working = list(model.parameters())
+    master = [p.detach().float().requires_grad_() for p in working] if copied else working
+    decayed = [p for p in master if p.ndim >= 2]
+    others = [p for p in master if p.ndim < 2]
     groups = [dict(params=decayed, weight_decay=DECAY), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS, fused=True)
     targets = ROWS * (SEQ_LEN - 1)
@@ -52,18 +59,26 @@ def transformers_losses(directory, rows, steps, rows_at_once, attention):
         batch = torch.from_numpy(rows[step * ROWS : (step + 1) * ROWS]).cuda()
         total = torch.zeros((), dtype=torch.float64, device="cuda")
         for part in batch.split(rows_at_once):
-            with torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not copied):
                 logits = model(part).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
             )
             (loss / targets).backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if copied:
+                for ours, its in zip(master, working):
+                    ours.grad = its.grad.float() if ours.grad is None else ours.grad + its.grad
+                    its.grad = None
+        torch.nn.utils.clip_grad_norm_(master, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if copied:
+            with torch.no_grad():
+                for ours, its in zip(master, working):
+                    its.copy_(ours)
         losses.append(total.item() / targets)
     return losses
 
@@ -132,14 +147,28 @@ def main():
         model.save_pretrained(place)
         del model
         ours = np.array(terrace_losses(given.terrace, place, rows, given.steps, given.device))
-        ways = [(ROWS, "sdpa"), (ROWS // 2, "sdpa"), (2, "sdpa"), (ROWS // 2, "eager")]
-        theirs = np.array(
-            [transformers_losses(place, rows, given.steps, n, way) for n, way in ways]
-        )
+        ways = [
+            (ROWS, "sdpa", False),
+            (ROWS // 2, "eager", False),
+            (ROWS, "sdpa", True),
+            (ROWS // 2, "sdpa", True),
+            (2, "sdpa", True),
+            (ROWS // 2, "eager", True),
+        ]
+        theirs = np.array([transformers_losses(place, rows, given.steps, *way) for way in ways])
+    copies = theirs[[copied for _, _, copied in ways]]
+    report(given, count, ours, theirs, "all of transformers'")
+    report(given, count, ours, copies, "those of bf16 copies")
+
+
+def report(given, count, ours, theirs, which):
     mean = theirs.mean(axis=0)
     spread = theirs.max(axis=0) - theirs.min(axis=0)
     far = np.abs(ours - mean)
-    print(f"{given.config}: {count / 1e6:.1f} M parameters, {given.steps} steps of {ROWS} x {SEQ_LEN}")
+    print(
+        f"{given.config}: {count / 1e6:.1f} M parameters, {given.steps} steps of {ROWS} x {SEQ_LEN};"
+        f" beside {which}"
+    )
     for step in [0, 1, 9, 24, 49, 74, given.steps - 1]:
         print(
             f"  step {step + 1:3}: terrace {ours[step]:.5f}, transformers {mean[step]:.5f}"
