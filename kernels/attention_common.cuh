@@ -66,12 +66,14 @@ DEVICE int last_key_tile(const Unit& unit, int rows, int keys)
 // ---- Tiles in shared memory ------------------------------------------------------------------
 
 // ROWS rows of D bf16, each padded by 16 bytes: a row is an odd number of 16-byte chunks, so that
-// the eight rows of an ldmatrix touch all banks once.
+// the eight rows of an ldmatrix touch all banks once. The padding of row r holds the f32 sums (lse
+// or delta) of rows 4r..4r + 3 where a kernel has some.
 template <int D, int ROWS>
 struct PaddedTile {
     static constexpr int ROW_BYTES = D * 2 + 16;
     static constexpr u32 BYTES = ROWS * ROW_BYTES;
     DEVICE u32 chunk(int row, int chunk) { return row * ROW_BYTES + chunk * 16; }
+    static constexpr u32 SUMS = D * 2;
 };
 
 // ROWS rows of D bf16 in panels of 64 columns; within a panel row r's chunk c of 16 bytes is at
@@ -113,7 +115,8 @@ DEVICE void load_rows(u32 tile, const u16* matrix, u64 stride, int first, int le
     }
 }
 
-// Starts the copies of q, do, lse and delta of queries first.. of one head into a stage.
+// Starts the copies of q, do, lse and delta of queries first.. of one head into a stage, two padded
+// tiles.
 template <class Tile, int D, int QUERIES, int THREADS>
 DEVICE void load_queries(u32 stage, const u16* q, const u16* dout, const float* lse,
                          const float* delta, const Offsets& at, int first, int length)
@@ -124,9 +127,9 @@ DEVICE void load_queries(u32 stage, const u16* q, const u16* dout, const float* 
     if (THREAD < QUERIES) {
         const bool inside = first + THREAD < length;
         const u64 row = at.row + (inside ? first + THREAD : 0);
-        const u32 to = stage + 2 * Tile::BYTES + THREAD * 4;
+        const u32 to = stage + Tile::SUMS + THREAD / 4 * Tile::ROW_BYTES + THREAD % 4 * 4;
         copy_4(to, lse + row, inside);
-        copy_4(to + QUERIES * 4, delta + row, inside);
+        copy_4(to + Tile::BYTES, delta + row, inside);
     }
 }
 
@@ -347,25 +350,32 @@ DEVICE void score_gradient(const float (&p)[N][4], float (&dp)[N][4], const floa
         for (int e = 0; e < 4; ++e) dp[n][e] = p[n][e] * (dp[n][e] - delta[e >> 1]);
 }
 
+// The lane's two of eight columns' sums in shared memory, of which fours are STEP bytes apart.
+template <int STEP>
+DEVICE float2 sums_of_columns(u32 sums, int eight)
+{
+    return load_pair(sums + (eight * 2 + (LANE >> 1 & 1)) * STEP + (LANE & 1) * 8);
+}
+
 // The transposed P: each column has its own lse, in shared memory.
-template <int N>
+template <int STEP, int N>
 DEVICE void probabilities_transposed(float (&s)[N][4], float scale_log2, u32 lse)
 {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float2 l = load_pair(lse + (n * 8 + (LANE & 3) * 2) * 4);
+        const float2 l = sums_of_columns<STEP>(lse, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
             s[n][e] = exp2_approx(s[n][e] * scale_log2 - (e & 1 ? l.y : l.x) * LOG2E);
     }
 }
 
-template <int N>
+template <int STEP, int N>
 DEVICE void score_gradient_transposed(float (&p)[N][4], float (&dp)[N][4], u32 delta)
 {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const float2 d = load_pair(delta + (n * 8 + (LANE & 3) * 2) * 4);
+        const float2 d = sums_of_columns<STEP>(delta, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) dp[n][e] = p[n][e] * (dp[n][e] - (e & 1 ? d.y : d.x));
     }

@@ -219,7 +219,7 @@ DEVICE void backward_keys(const u16* q, const u16* k, const u16* v, const u16* d
     constexpr int THREADS = WARPS * 32, KEYS = WARPS * 16;
     typedef PaddedTile<D, KEYS> KeyTile;
     typedef PaddedTile<D, QUERIES> QueryTile;
-    constexpr u32 STAGE = 2 * QueryTile::BYTES + 2 * QUERIES * 4;
+    constexpr u32 STAGE = 2 * QueryTile::BYTES;
     const Unit unit = read_unit(units);
     const int group = p.heads / p.kv_heads;
     Offsets at = offsets<D>(p, unit, BLOCK_Y * group, BLOCK_Y);
@@ -259,7 +259,7 @@ DEVICE void backward_keys(const u16* q, const u16* k, const u16* v, const u16* d
                 there, q, dout, lse, delta, at, (first_tile + tile) * QUERIES, unit.length);
         copies_commit();
         if (some_seen(first, QUERIES, warp_first, 16, p.window)) {
-            const u32 lses = here + 2 * QueryTile::BYTES;
+            const u32 lses = here + QueryTile::SUMS;
             float s[QUERIES / 8][4], ds[QUERIES / 8][4];
             u32 rounded[QUERIES / 16][4];
             clear(s);
@@ -267,9 +267,9 @@ DEVICE void backward_keys(const u16* q, const u16* k, const u16* v, const u16* d
             multiply_transposed<D>(s, k_tile + rows, here + offset_b);
             if (!all_seen(first, QUERIES, warp_first, 16, p.window))
                 mask_transposed(s, first + (LANE & 3) * 2, row, p.window, MINUS_INFINITY);
-            probabilities_transposed(s, scale_log2, lses);
+            probabilities_transposed<QueryTile::ROW_BYTES>(s, scale_log2, lses);
             multiply_transposed<D>(ds, v_tile + rows, here + QueryTile::BYTES + offset_b);
-            score_gradient_transposed(s, ds, lses + QUERIES * 4);
+            score_gradient_transposed<QueryTile::ROW_BYTES>(s, ds, lses + QueryTile::BYTES);
             round_to_operand(rounded, s);
             multiply<D, QUERIES / 8>(dv_rows, rounded, here + QueryTile::BYTES + offset_a + slice);
             round_to_operand(rounded, ds);

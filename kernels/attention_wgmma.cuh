@@ -648,7 +648,7 @@ struct KeysWgmma {
                 if (!all_seen(behind, QUERIES, 0, 16, p.window))
                     mask_transposed(s, behind + (LANE & 3) * 2, LANE / 4, p.window,
                                     MINUS_INFINITY);
-                probabilities_transposed(s, scale_log2, sums);
+                probabilities_transposed<16>(s, scale_log2, sums);
             };
             float dk_rows[D / 8][4], dv_rows[D / 8][4], s[N][4], ds[N][4];
             clear(dk_rows);
@@ -676,7 +676,7 @@ struct KeysWgmma {
                     issue<D, N>(dv_rows, rounded, douts(memory, stage));
                     wgmma_wait<1>();
                     pin(ds);
-                    score_gradient_transposed(s, ds, lses(memory, stage) + QUERIES * 4);
+                    score_gradient_transposed<16>(s, ds, lses(memory, stage) + QUERIES * 4);
                     wgmma_wait<0>();
                     pin(dv_rows);
                     round_to_operand(rounded, ds);

@@ -386,8 +386,8 @@ pub fn extents_bytes(layout: &TileLayout, section: Section, precision: Precision
 const CARD_HIDDEN_MAX: u64 = 16_384;
 /// Bytes for one f32 a token and head between the launches of an attention's backward.
 const CARD_SUMS_BYTES: u64 = 32 << 20;
-/// Most tokens whose ids and positions are staged at once.
-const CARD_TOKENS_MAX: u64 = 1 << 20;
+/// Most tokens whose ids, positions and runs of equal ids (one more) are staged at once.
+const CARD_TOKENS_MAX: u64 = (1 << 20) - 1;
 
 /// Refuses what a card's kernels do not take.
 fn check_card(spec: &ModelSpec, config: &RunConfig, device: &DeviceProfile) -> Result<()> {

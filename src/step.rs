@@ -403,6 +403,8 @@ impl Drop for Engine {
             thread.join().ok();
         }
         self.marker.take();
+        // Its events end before the device, which ends with `shared`.
+        self.card_trace.take();
     }
 }
 

@@ -14,23 +14,40 @@ use crate::schedule::{Accumulator, Action, Buffer, Finished, Lane};
 use crate::stats::Wait;
 use crate::tile::{Precision, Section};
 
-/// A lane's thread: passes until the engine is dropped or a lane fails.
-pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
-    // A panic of this thread must not leave the others waiting.
-    struct Ended<'a>(&'a Shared, Option<Arc<Pass>>);
-    impl Drop for Ended<'_> {
-        fn drop(&mut self) {
-            if std::thread::panicking() {
-                self.0.failure.set(Error::StoreFailed {
-                    first: "a lane panicked".to_string(),
-                });
-                if let Some(pass) = &self.1 {
-                    pass.progress.wake();
-                }
+/// A panic of a thread that has one of these does not leave the others waiting.
+pub(super) struct Ended<'a> {
+    shared: &'a Shared,
+    pass: Option<Arc<Pass>>,
+}
+
+impl Ended<'_> {
+    pub(super) fn new(shared: &Shared) -> Ended<'_> {
+        Ended { shared, pass: None }
+    }
+
+    /// Names the pass that the thread is in from here on.
+    pub(super) fn within(&mut self, pass: Arc<Pass>) -> Arc<Pass> {
+        self.pass = Some(pass.clone());
+        pass
+    }
+}
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.shared.failure.set(Error::StoreFailed {
+                first: "a lane panicked".to_string(),
+            });
+            if let Some(pass) = &self.pass {
+                pass.progress.wake();
             }
         }
     }
-    let mut ended = Ended(shared, None);
+}
+
+/// A lane's thread: passes until the engine is dropped or a lane fails.
+pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
+    let mut ended = Ended::new(shared);
     match lane {
         Lane::Up => shared.tiers.device.enter(Queue::Up),
         Lane::Down => shared.tiers.device.enter(Queue::Down),
@@ -39,7 +56,7 @@ pub(super) fn run(shared: &Shared, lane: Lane, passes: &Receiver<Arc<Pass>>) {
     }
     let mut states = crate::transfer::states::StateStream::new(&shared.tiers);
     for pass in passes {
-        ended.1 = Some(pass.clone());
+        let pass = ended.within(pass);
         let result = match lane {
             Lane::Update => update::walk(shared, &pass, &mut states),
             lane => walk(shared, lane, &pass, |index, action| {

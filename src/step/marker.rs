@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::Sender;
 
+use super::lanes::Ended;
 use super::{Pass, Shared};
 use crate::device::Point;
 use crate::error::{Error, Result};
@@ -42,7 +43,9 @@ impl Marker {
         let thread = std::thread::Builder::new()
             .name("terrace-marker".to_string())
             .spawn(move || {
+                let mut ended = Ended::new(&shared);
                 for Mark { point, index, pass } in received {
+                    let pass = ended.within(pass);
                     shared.tiers.device.reach(&point);
                     if let Err(error) = shared.check_device(pass.action(index)) {
                         shared.failure.set(error);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::config::{RunConfig, Size, StorePath};
 use crate::device::Device;
-use crate::device::cuda::Card;
+use crate::device::cuda::{self, Card};
 use crate::error::{Error, Result};
 use crate::host::HostArena;
 use crate::machine::{self, HostMemory};
@@ -35,7 +35,7 @@ pub fn choose_device(text: &str, precision: Precision) -> Result<(DeviceProfile,
     };
     match text {
         "cpu" => Ok((DeviceProfile::cpu(), "device: cpu".to_string())),
-        "auto" => Ok(card(0).unwrap_or_else(|error| {
+        "auto" => Ok(first_card(card).unwrap_or_else(|error| {
             let sentence = format!("device: cpu (auto found no card: {error})");
             (DeviceProfile::cpu(), sentence)
         })),
@@ -59,6 +59,16 @@ pub fn choose_device(text: &str, precision: Precision) -> Result<(DeviceProfile,
             }
         }
     }
+}
+
+/// The first card that serves; the first one's error if none does.
+fn first_card<T>(card: impl Fn(usize) -> Result<T>) -> Result<T> {
+    let first = card(0);
+    if first.is_ok() {
+        return first;
+    }
+    let others = 1..cuda::card_count().unwrap_or(0);
+    others.map(card).find(Result::is_ok).unwrap_or(first)
 }
 
 /// Budgets with `"auto"` resolved, and how.
@@ -211,8 +221,8 @@ pub fn build_engine(
         && let Err(refusal) = cuda.pin(cutter.span())
     {
         sentences.push(format!(
-            "warning: host memory is pageable, copies to the card are slow: {refusal}; raise the \
-             limit of locked memory (ulimit -l)"
+            "warning: host memory is pageable, copies to the card are slow: {refusal}; lower \
+             memory.host, or look into the kernel's log for why pages could not be pinned"
         ));
     }
     let slabs = usize::try_from(plan.host.slabs).expect("slabs are capped");

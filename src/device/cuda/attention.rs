@@ -13,13 +13,15 @@
 use std::cmp::Reverse;
 
 use super::driver::TensorMap;
-use super::{Argument, CudaDevice, Dtype, View, assert_apart};
+use super::{Argument, CudaDevice, Dtype, STAGED_BYTES_MAX, View, assert_apart};
 use crate::device::ops::AttentionShape;
 
 /// Rows of a block of the plain kernels, a warp each.
 const PLAIN_ROWS: u64 = 4;
 /// u32 that describe a unit: first token of its sequence, length, first row, 0.
 const UNIT_WORDS: usize = 4;
+/// Units of a launch: with the list's head they are staged at once.
+const UNITS_STAGED_MAX: usize = STAGED_BYTES_MAX / (4 * UNIT_WORDS) - 1;
 
 /// In front of a list of the wgmma kernels: the next item, +∞ as f32, two unused.
 const LIST_HEAD: [u32; UNIT_WORDS] = [0, f32::INFINITY.to_bits(), 0, 0];
@@ -97,7 +99,7 @@ const fn mma(names: [&'static str; 3], tiles: &Tiles) -> Engine {
             name: names[2],
             rows: 64,
             threads: 128,
-            shared_bytes: (128 + 4 * tiles.queries) * row_bytes + 16 * tiles.queries,
+            shared_bytes: (128 + 4 * tiles.queries) * row_bytes,
             grid: Grid::Units {
                 slices: (tiles.head_dim / tiles.columns) as u32,
             },
@@ -189,7 +191,7 @@ fn shared_bytes_max(capability: (u32, u32)) -> u64 {
     match capability {
         (8, 0 | 7) => 163 << 10,
         (8, _) | (12, _) => 99 << 10,
-        (9 | 10, _) => 227 << 10,
+        (9..=11, _) => 227 << 10,
         _ => 48 << 10,
     }
 }
@@ -319,7 +321,7 @@ impl CudaDevice {
         let rest = self.pointers(&[o, lse]);
         match self.attention_engine(&geometry, &[q, k, v, o]) {
             Some(engine) => {
-                self.launch_units(&geometry, engine.forward, Rows::Queries, &[q, k, v], rest);
+                self.launch_units(&geometry, engine.forward, Rows::Queries, &[q, k, v], &rest);
             }
             None => {
                 let mut arguments = self.pointers(&[q, k, v]);
@@ -367,9 +369,9 @@ impl CudaDevice {
                     engine.queries,
                     Rows::Queries,
                     &inputs,
-                    for_queries,
+                    &for_queries,
                 );
-                self.launch_units(&geometry, engine.keys, Rows::Keys, &inputs, for_keys);
+                self.launch_units(&geometry, engine.keys, Rows::Keys, &inputs, &for_keys);
             }
             None => {
                 let inputs = self.pointers(&inputs);
@@ -412,7 +414,7 @@ impl CudaDevice {
         launch: Launch,
         kind: Rows,
         inputs: &[View],
-        rest: Vec<Argument>,
+        rest: &[Argument],
     ) {
         let group = geometry.heads / geometry.kv_heads;
         // What the items of a head share: k and v, or q and do of the group.
@@ -422,36 +424,39 @@ impl CudaDevice {
         };
         let token_bytes = 2 * 2 * geometry.head_dim * shared;
         let section = (SHARED_IN_CACHE / token_bytes).max(1);
-        let mut units = units(geometry.bounds, launch.rows, geometry.window, kind, section);
-        let count = (units.len() / UNIT_WORDS) as u64;
-        let mut arguments;
-        let grid = match launch.grid {
-            Grid::Units { slices } => {
-                arguments = self.pointers(inputs);
-                arguments.extend(rest);
-                arguments.push(Argument::Pointer(self.stage_u32(&units)));
-                (index(count), index(heads), slices)
-            }
-            Grid::Items { others } => {
-                arguments = self.maps(geometry, inputs, kind, index(launch.rows), others);
-                arguments.extend(rest);
-                units.splice(0..0, LIST_HEAD);
-                arguments.push(Argument::Pointer(self.stage_u32(&units)));
-                let sections = (section / geometry.tokens).max(1) * group_heads;
-                arguments.extend(
-                    [count, heads, sections.min(heads)].map(|size| Argument::U32(index(size))),
-                );
-                (index(STAYING_BLOCKS.min(count * heads)), 1, 1)
-            }
-        };
-        arguments.extend(geometry.problem());
-        self.launch(
-            launch.name,
-            grid,
-            (launch.threads, 1, 1),
-            index(launch.shared_bytes),
-            &arguments,
-        );
+        let units = units(geometry.bounds, launch.rows, geometry.window, kind, section);
+        // Units are independent: of very many short sequences several launches do the same.
+        for units in units.chunks(UNITS_STAGED_MAX * UNIT_WORDS) {
+            let count = (units.len() / UNIT_WORDS) as u64;
+            let mut arguments;
+            let grid = match launch.grid {
+                Grid::Units { slices } => {
+                    arguments = self.pointers(inputs);
+                    arguments.extend(rest);
+                    arguments.push(Argument::Pointer(self.stage_u32(units)));
+                    (index(count), index(heads), slices)
+                }
+                Grid::Items { others } => {
+                    arguments = self.maps(geometry, inputs, kind, index(launch.rows), others);
+                    arguments.extend(rest);
+                    let list = [&LIST_HEAD, units].concat();
+                    arguments.push(Argument::Pointer(self.stage_u32(&list)));
+                    let sections = (section / geometry.tokens).max(1) * group_heads;
+                    arguments.extend(
+                        [count, heads, sections.min(heads)].map(|size| Argument::U32(index(size))),
+                    );
+                    (index(STAYING_BLOCKS.min(count * heads)), 1, 1)
+                }
+            };
+            arguments.extend(geometry.problem());
+            self.launch(
+                launch.name,
+                grid,
+                (launch.threads, 1, 1),
+                index(launch.shared_bytes),
+                &arguments,
+            );
+        }
     }
 
     /// Tensor maps of q, k, v and do: boxes of `rows` tokens of what the rows are, of `others` of
@@ -579,15 +584,12 @@ mod tests {
 
     #[test]
     fn a_card_gets_kernels_that_it_has_memory_for() {
-        for capability in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)] {
-            for width in [32, 64, 80, 96, 128] {
+        for capability in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0)] {
+            for width in [32, 64, 80, 96, 128, 256] {
                 let engine = engine(width, capability).unwrap();
                 let wgmma = engine.forward.name.contains("wgmma");
                 assert_eq!(wgmma, capability == (9, 0) && [64, 128].contains(&width));
             }
-            let wide = engine(256, capability);
-            // 256 bytes too much for cards of 99 KiB a block.
-            assert_eq!(wide.is_some(), shared_bytes_max(capability) > 99 << 10);
             assert_eq!(engine(72, capability), None);
         }
         assert_eq!(engine(64, (7, 5)), None);

@@ -181,10 +181,15 @@ fn compile(source: &Source, options: &[String]) -> Result<Vec<u8>> {
     // SAFETY: the program is live; `pointers` are `count` terminated strings.
     let compiled = unsafe { sys::nvrtcCompileProgram(program.0, count, pointers.as_ptr()) };
     if compiled != nvrtcResult::NVRTC_SUCCESS {
+        let remedy = if compiled == nvrtcResult::NVRTC_ERROR_INVALID_OPTION {
+            "; a card newer than NVRTC needs a newer NVRTC (pip install -U nvidia-cuda-nvrtc)"
+        } else {
+            ""
+        };
         return Err(failed(
             call(),
             format!("{compiled:?}: {}", first_errors(&program)),
-            "",
+            remedy,
         ));
     }
     let mut bytes = 0;
@@ -267,10 +272,14 @@ fn write_cached(path: &Path, code: &[u8]) -> std::io::Result<()> {
         .truncate(true)
         .mode(0o600)
         .open(&partial)?;
-    file.write_all(&twox_hash::XxHash3_128::oneshot(code).to_le_bytes())?;
-    file.write_all(code)?;
-    drop(file);
-    std::fs::rename(&partial, path)
+    let written = file
+        .write_all(&twox_hash::XxHash3_128::oneshot(code).to_le_bytes())
+        .and_then(|()| file.write_all(code))
+        .and_then(|()| std::fs::rename(&partial, path));
+    if written.is_err() {
+        std::fs::remove_file(&partial).ok();
+    }
+    written
 }
 
 /// Every kernel's code for an architecture (`sm_80`), by file; needs NVRTC and no card.

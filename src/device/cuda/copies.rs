@@ -116,8 +116,8 @@ impl CudaDevice {
             let out = out.slice(first, rows.len() as u64 * columns);
             self.launch_gather(address, rows, out, columns);
         }
-        // The table is borrowed until here.
-        self.settle();
+        // The table is borrowed until here, also after another lane's failure.
+        self.keep(self.stream().settle());
         true
     }
 

@@ -27,6 +27,12 @@ const ALIGNMENT_MAX: u32 = 16;
 /// Bytes of the longest bias that is copied to an aligned place.
 pub(super) const BIAS_BYTES_MAX: u64 = 1 << 20;
 
+/// Plans that are kept, of about 1 KiB each.
+const PLANS_MAX: usize = 4096;
+
+/// Products that a commit's metadata names, in some 100 bytes each.
+const RECORDED_MAX: usize = 512;
+
 /// `CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`: partial sums of a split product in f32, in workspace.
 const SPLIT_SUMS_IN_F32: u32 = 2;
 
@@ -81,7 +87,36 @@ struct Plan {
 /// cublasLt and the plans of all products so far.
 pub(super) struct Gemm {
     library: sys::cublasLtHandle_t,
-    plans: Mutex<HashMap<Product, Plan>>,
+    plans: Mutex<Plans>,
+}
+
+/// Products of a run: sequences of other lengths make other products, so both maps have an end.
+#[derive(Default)]
+struct Plans {
+    /// Emptied at [`PLANS_MAX`]: a plan follows from its product alone.
+    kept: HashMap<Product, Plan>,
+    /// The first [`RECORDED_MAX`] products with their algorithms, as text that runs can compare.
+    recorded: BTreeMap<String, String>,
+}
+
+impl Plans {
+    /// The plan of a product, made where it is not kept.
+    fn of(&mut self, library: sys::cublasLtHandle_t, product: Product) -> Result<&Plan, Fault> {
+        if self.kept.len() >= PLANS_MAX && !self.kept.contains_key(&product) {
+            self.kept.clear();
+        }
+        match self.kept.entry(product) {
+            Entry::Occupied(known) => Ok(known.into_mut()),
+            Entry::Vacant(place) => {
+                let plan = place.insert(Plan::new(library, product)?);
+                if self.recorded.len() < RECORDED_MAX {
+                    let words = plan.algorithm.data.map(|word| format!("{word:x}"));
+                    self.recorded.insert(product.to_string(), words.join(" "));
+                }
+                Ok(plan)
+            }
+        }
+    }
 }
 
 // SAFETY: a cublasLt handle may be used from any thread whose context is current.
@@ -103,16 +138,6 @@ impl Gemm {
         })
     }
 
-    /// The products met so far with their algorithms, as text that two runs can compare.
-    fn algorithms(&self) -> BTreeMap<String, String> {
-        let plans = lock(&self.plans);
-        let words = |(product, plan): (&Product, &Plan)| {
-            let words = plan.algorithm.data.map(|word| format!("{word:x}"));
-            (product.to_string(), words.join(" "))
-        };
-        plans.iter().map(words).collect()
-    }
-
     /// cublasLt's version, for reports.
     pub(super) fn version() -> usize {
         // SAFETY: the library is present.
@@ -122,7 +147,7 @@ impl Gemm {
 
 impl Drop for Gemm {
     fn drop(&mut self) {
-        lock(&self.plans).clear();
+        lock(&self.plans).kept.clear();
         // SAFETY: made by `new`; the device settles before it drops this.
         let _ = unsafe { sys::cublasLtDestroy(self.library) };
     }
@@ -317,9 +342,9 @@ struct Operands {
 }
 
 impl CudaDevice {
-    /// The products met so far with their algorithms.
+    /// The first products met, a bounded number, with their algorithms.
     pub fn products(&self) -> BTreeMap<String, String> {
-        self.gemm.algorithms()
+        lock(&self.gemm.plans).recorded.clone()
     }
 
     pub(in crate::device) fn linear_forward(
@@ -420,10 +445,7 @@ impl CudaDevice {
                 operands.bias = Some(self.aligned_bias(at, bias.bytes())?);
             }
             let mut plans = lock(&self.gemm.plans);
-            let plan = match plans.entry(product) {
-                Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(place) => place.insert(Plan::new(self.gemm.library, product)?),
-            };
+            let plan = plans.of(self.gemm.library, product)?;
             self.run_plan(product, plan, operands)
         });
     }

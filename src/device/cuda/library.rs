@@ -53,15 +53,13 @@ const LIBRARIES: [Library; 3] = [
 
 /// Makes the three libraries ready and starts the driver. [`Error::Device`] names what lacks and
 /// how to get it.
+///
+/// Code and libraries of a newer major version than the driver's do not run on it, so the toolkit's
+/// folders are searched for the driver's own version first, and what is newer all the same is
+/// refused.
 pub(super) fn open() -> Result<()> {
-    LIBRARIES.iter().try_for_each(require)?;
-    let failed = |call: &str, message: String, remedy: &str| Error::Device {
-        device: "cuda".to_string(),
-        call: call.to_string(),
-        message,
-        during: String::new(),
-        remedy: remedy.to_string(),
-    };
+    let [driver, nvrtc, cublas] = &LIBRARIES;
+    require(driver, &MAJOR_VERSIONS)?;
     // SAFETY: the library is present; `cuInit` may be called any number of times.
     let started = unsafe { driver::sys::cuInit(0) };
     super::driver::checked(started, || "cuInit".to_string())
@@ -80,7 +78,48 @@ pub(super) fn open() -> Result<()> {
             "; CUDA 12.0 is needed: update NVIDIA's driver, or use --device cpu",
         ));
     }
-    Ok(())
+    let major = version / 1000;
+    let serve = serving(major);
+    for library in [nvrtc, cublas] {
+        require(library, serve)?;
+    }
+    not_newer("libnvrtc", super::compile::nvrtc_version()?.0, major)?;
+    not_newer("libcublasLt", cublas_major(), major)
+}
+
+/// Major versions of the toolkit that a driver of one serves, newest first.
+fn serving(driver: i32) -> &'static [&'static str] {
+    let newer = |name: &&&str| name.parse().is_ok_and(|version: i32| version > driver);
+    &MAJOR_VERSIONS[MAJOR_VERSIONS.iter().take_while(newer).count()..]
+}
+
+fn cublas_major() -> i32 {
+    // SAFETY: the library is present. 12.8.4 is 120804, 13.1.0 is 130100.
+    let version = unsafe { cublaslt::sys::cublasLtGetVersion() };
+    i32::try_from(version / 10_000).unwrap_or(0)
+}
+
+fn not_newer(library: &str, found: i32, driver: i32) -> Result<()> {
+    if found <= driver {
+        return Ok(());
+    }
+    let got = format!("it is of CUDA {found}, the driver serves CUDA {driver}");
+    let remedy = format!(
+        "; update NVIDIA's driver, or install the toolkit's libraries of CUDA {driver} (pip \
+         install nvidia-cuda-nvrtc-cu{driver} nvidia-cuda-runtime-cu{driver} \
+         nvidia-cublas-cu{driver}), or use --device cpu"
+    );
+    Err(failed(&format!("open {library}.so"), got, &remedy))
+}
+
+fn failed(call: &str, message: String, remedy: &str) -> Error {
+    Error::Device {
+        device: "cuda".to_string(),
+        call: call.to_string(),
+        message,
+        during: String::new(),
+        remedy: remedy.to_string(),
+    }
 }
 
 /// Makes NVRTC alone ready: kernels are compiled on machines without a card, too.
@@ -88,20 +127,18 @@ pub(super) fn open_nvrtc() -> Result<()> {
     LIBRARIES
         .iter()
         .filter(|library| library.name == "nvrtc")
-        .try_for_each(require)
+        .try_for_each(|library| require(library, &MAJOR_VERSIONS))
 }
 
-fn require(library: &Library) -> Result<()> {
-    if make_present(library) {
+fn require(library: &Library, majors: &[&str]) -> Result<()> {
+    if make_present(library, majors) {
         return Ok(());
     }
-    Err(Error::Device {
-        device: "cuda".to_string(),
-        call: format!("open lib{}.so", library.name),
-        message: "found neither by the loader nor in the toolkit's or pip's folders".to_string(),
-        during: String::new(),
-        remedy: format!("; install {}, or use --device cpu", library.package),
-    })
+    Err(failed(
+        &format!("open lib{}.so", library.name),
+        "found neither by the loader nor in the toolkit's or pip's folders".to_string(),
+        &format!("; install {}, or use --device cpu", library.package),
+    ))
 }
 
 /// One line a library: where it is, or what to install.
@@ -112,7 +149,7 @@ pub fn report() -> Vec<String> {
             let name = library.name;
             if (library.present)() {
                 format!("lib{name}: found by the loader")
-            } else if let Some(path) = find(name) {
+            } else if let Some(path) = find(name, &MAJOR_VERSIONS) {
                 format!("lib{name}: {}", path.display())
             } else {
                 format!("lib{name}: absent; install {}", library.package)
@@ -121,11 +158,11 @@ pub fn report() -> Vec<String> {
         .collect()
 }
 
-fn make_present(library: &Library) -> bool {
+fn make_present(library: &Library, majors: &[&str]) -> bool {
     if (library.present)() {
         return true;
     }
-    let Some(path) = find(library.name) else {
+    let Some(path) = find(library.name, majors) else {
         return false;
     };
     let folder = path.parent().unwrap_or(Path::new("/"));
@@ -149,12 +186,8 @@ fn keep_open(path: &Path) -> bool {
 }
 
 /// The newest copy of a library outside the loader's path.
-fn find(name: &str) -> Option<PathBuf> {
-    let versions: &[&str] = if name == "cuda" {
-        &["1"]
-    } else {
-        &MAJOR_VERSIONS
-    };
+fn find(name: &str, majors: &[&str]) -> Option<PathBuf> {
+    let versions = if name == "cuda" { &["1"] } else { majors };
     let folders = library_folders();
     versions.iter().find_map(|version| {
         let file = format!("lib{name}.so.{version}");
@@ -255,4 +288,19 @@ fn pip_folders(last: &str) -> Vec<PathBuf> {
         }
     }
     folders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_serves_its_own_major_version_and_older_ones() {
+        assert_eq!(serving(12), ["12"]);
+        assert_eq!(serving(13), ["13", "12"]);
+        assert_eq!(serving(14), ["13", "12"]);
+        assert!(not_newer("libnvrtc", 12, 13).is_ok());
+        let refusal = not_newer("libnvrtc", 13, 12).unwrap_err().to_string();
+        assert!(refusal.contains("nvidia-cuda-nvrtc-cu12"), "{refusal}");
+    }
 }
