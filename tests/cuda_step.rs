@@ -12,6 +12,7 @@ mod support;
 use support::{Case, config, masters, numbers, settings};
 use terrace::config::Recompute;
 use terrace::device::cuda::card_count;
+use terrace::device::{Device, Dtype, View};
 use terrace::plan::{Budgets, DeviceProfile, Plan, Purpose};
 use terrace::tile::{GradientDtype, Precision};
 use terrace::train::{Budget, build_engine};
@@ -164,4 +165,28 @@ fn a_card_and_the_cpu_learn_alike() {
             }
         }
     }
+}
+
+/// Sequences of many lengths multiply many shapes: what a commit tells of them has an end.
+#[test]
+fn a_card_records_a_bounded_number_of_products() {
+    if !has_card() {
+        return;
+    }
+    let device = Device::open(Some(0), 64 << 20, 2).unwrap();
+    let Device::Cuda(card) = &device else {
+        panic!("a card was asked for");
+    };
+    let view = |offset: u64, count: u64| View::new(offset, count, Dtype::Bf16);
+    let weight = view(0, 8 * 8);
+    for tokens in 1..=6000 {
+        let (x, y) = (view(1 << 20, tokens * 8), view(2 << 20, tokens * 8));
+        device.linear_forward(x, weight, None, y, 8, false);
+    }
+    device.settle();
+    device.check().unwrap();
+    let products = card.products();
+    assert_eq!(products.len(), 512);
+    let text: usize = products.iter().map(|(key, of)| key.len() + of.len()).sum();
+    assert!(text < 256 << 10, "{text} bytes");
 }
