@@ -13,7 +13,7 @@ use toml::de::{DeTable, DeValue};
 use super::RunConfig;
 use super::given::{Given, WHAT, distance, shown, unknown_key};
 pub use super::keys::Class;
-use super::keys::{KEYS, Key, TABLES};
+use super::keys::{Key, TABLES, Table, keys};
 use crate::error::{Error, Result, printable};
 use crate::tile::{GradientDtype, Precision};
 
@@ -77,9 +77,9 @@ impl RunConfig {
 
     fn written(&self, remark: impl Fn(&Key) -> String) -> String {
         let mut text = String::new();
-        for (table, _) in TABLES {
-            text.push_str(&format!("[{table}]\n"));
-            for key in KEYS.iter().filter(|key| key.table == table) {
+        for table in &TABLES {
+            text.push_str(&format!("[{}]\n", table.name));
+            for key in table.keys {
                 if let Some(value) = (key.get)(self) {
                     text.push_str(&format!("{} = {value}{}\n", key.name, remark(key)));
                 }
@@ -93,7 +93,7 @@ impl RunConfig {
     /// xxh3-128 over all that may not change when a run is resumed, keys in order.
     pub fn identity_hash(&self) -> u128 {
         let mut text = String::new();
-        for key in KEYS.iter().filter(|key| key.class == Class::Forbidden) {
+        for key in keys().filter(|key| key.class == Class::Forbidden) {
             if let Some(value) = (key.get)(self) {
                 text.push_str(&format!("{} = {value}\n", key.path()));
             }
@@ -104,7 +104,7 @@ impl RunConfig {
     /// What differs from the run that is resumed, in the order of the keys.
     pub fn resume_differences(&self, old: &RunConfig) -> Vec<Difference> {
         let shown = |config, key: &Key| (key.get)(config).unwrap_or_else(|| "unset".to_string());
-        KEYS.iter()
+        keys()
             .filter(|key| (key.get)(self) != (key.get)(old))
             .map(|key| Difference {
                 key: key.path(),
@@ -122,9 +122,9 @@ pub fn commented_template() -> String {
         "# A run of Terrace. `terrace plan` shows what it would do; `--set table.key=value` \
          changes\n# a value for one run. Relative paths are meant from the current directory.\n",
     );
-    for (table, about) in TABLES {
-        text.push_str(&format!("\n# {about}\n[{table}]\n"));
-        for key in KEYS.iter().filter(|key| key.table == table) {
+    for table in &TABLES {
+        text.push_str(&format!("\n# {}\n[{}]\n", table.about, table.name));
+        for key in table.keys {
             for line in key.meaning.lines() {
                 text.push_str(&format!("# {line}\n"));
             }
@@ -141,12 +141,12 @@ pub fn commented_template() -> String {
 
 /// The tables in the order in which a file has them.
 pub(super) fn tables() -> impl Iterator<Item = &'static str> {
-    TABLES.iter().map(|(table, _)| *table)
+    TABLES.iter().map(|table| table.name)
 }
 
 /// The keys of a table with their defaults as TOML, empty where there is none.
 pub(super) fn defaults_of(table: &str) -> impl Iterator<Item = (String, &'static str)> {
-    let keys = KEYS.iter().filter(move |key| key.table == table);
+    let keys = keys().filter(move |key| key.table == table);
     keys.map(|key| (key.path(), key.default))
 }
 
@@ -329,8 +329,8 @@ impl Reading {
                 }
             };
             let DeValue::Table(keys) = value.get_ref() else {
-                let (expected, got) = (format!("a table [{table}]"), shown(value.get_ref()));
-                let remedy = format!("write its keys under [{table}]");
+                let (expected, got) = (format!("a table [{}]", table.name), shown(value.get_ref()));
+                let remedy = format!("write its keys under [{}]", table.name);
                 let fault = Error::input(WHAT, at, expected, got, remedy);
                 self.faults.push(fault);
                 continue;
@@ -347,7 +347,7 @@ impl Reading {
     /// Applies one value of the text, which stands at `at`.
     fn apply(
         &mut self,
-        table: &'static str,
+        table: &'static Table,
         name: &str,
         value: &DeValue<'_>,
         at: &str,
@@ -400,12 +400,12 @@ fn line(text: &str, byte: usize) -> usize {
     1 + before.filter(|b| **b == b'\n').count()
 }
 
-fn known_table(place: &str, name: &str) -> Result<&'static str> {
-    if let Some((table, _)) = TABLES.iter().find(|(table, _)| *table == name) {
+fn known_table(place: &str, name: &str) -> Result<&'static Table> {
+    if let Some(table) = TABLES.iter().find(|table| table.name == name) {
         return Ok(table);
     }
-    let tables = TABLES.map(|(table, _)| table);
-    let remedy = match KEYS.iter().find(|key| key.name == name) {
+    let tables = TABLES.each_ref().map(|table| table.name);
+    let remedy = match keys().find(|key| key.name == name) {
         Some(key) => format!("write it under [{}]", key.table),
         None => {
             let nearest = tables.iter().min_by_key(|table| distance(table, name));
@@ -416,14 +416,13 @@ fn known_table(place: &str, name: &str) -> Result<&'static str> {
     Err(Error::input(WHAT, place, expected, printable(name), remedy))
 }
 
-fn known_key(place: &str, table: &'static str, name: &str) -> Result<&'static Key> {
-    let keys = || KEYS.iter().filter(|key| key.table == table);
-    if let Some(key) = keys().find(|key| key.name == name) {
+fn known_key(place: &str, table: &'static Table, name: &str) -> Result<&'static Key> {
+    if let Some(key) = table.keys.iter().find(|key| key.name == name) {
         return Ok(key);
     }
-    let known: Vec<&str> = keys().map(|key| key.name).collect();
-    let mut error = unknown_key(place, &format!("[{table}]"), &known, name);
-    if let Some(key) = KEYS.iter().find(|key| key.name == name)
+    let known: Vec<&str> = table.keys.iter().map(|key| key.name).collect();
+    let mut error = unknown_key(place, &format!("[{}]", table.name), &known, name);
+    if let Some(key) = keys().find(|key| key.name == name)
         && let Error::Input { remedy, .. } = &mut error
     {
         *remedy = format!("write it under [{}]", key.table);

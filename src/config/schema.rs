@@ -8,24 +8,24 @@ use toml::de::{DeTable, DeValue};
 
 use super::RunConfig;
 use super::given::Given;
-use super::keys::{KEYS, Key, TABLES};
+use super::keys::{Key, TABLES};
 use crate::error::Error;
 
 /// The schema of a run.toml.
 pub fn json_schema() -> Value {
     let mut tables = Map::new();
-    for (table, about) in TABLES {
-        let keys = KEYS.iter().filter(|key| key.table == table);
+    for table in &TABLES {
+        let keys = table.keys.iter();
         let properties: Map<String, Value> = keys
             .map(|key| (key.name.to_string(), schema_of(key)))
             .collect();
         let schema = json!({
             "type": "object",
-            "description": about,
+            "description": table.about,
             "additionalProperties": false,
             "properties": properties,
         });
-        tables.insert(table.to_string(), schema);
+        tables.insert(table.name.to_string(), schema);
     }
     json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -114,10 +114,11 @@ fn type_of(expected: &str) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::keys::keys;
 
     #[test]
     fn every_key_has_a_type() {
-        for key in KEYS {
+        for key in keys() {
             let schema = schema_of(key);
             let typed = ["type", "enum", "anyOf"];
             assert!(

@@ -1,0 +1,159 @@
+//! Keys of `[train]`.
+
+use super::{COUNT_MAX, Key, SEED_MAX, key};
+use crate::config::RateSchedule;
+use crate::config::written::{named, number};
+use crate::tile::GradientDtype;
+
+const SCHEDULES: &[(&str, RateSchedule)] = &[
+    ("constant", RateSchedule::Constant),
+    ("linear", RateSchedule::Linear),
+    ("cosine", RateSchedule::Cosine),
+    ("wsd", RateSchedule::Wsd),
+];
+const GRADIENT_DTYPES: &[(&str, GradientDtype)] =
+    &[("bf16", GradientDtype::Bf16), ("f32", GradientDtype::F32)];
+
+pub(super) const KEYS: &[Key] = &[
+    key!(
+        train.steps,
+        Free,
+        "",
+        "1000",
+        "Optimizer steps. Give steps or epochs, not both.",
+        |g| Some(g.integer(1, COUNT_MAX)?),
+        |v| v.map(|v| v.to_string())
+    ),
+    key!(
+        train.epochs,
+        Free,
+        "",
+        "# 1",
+        "Passes over the data.",
+        |g| Some(g.integer(1, COUNT_MAX)?),
+        |v| v.map(|v| v.to_string())
+    ),
+    key!(
+        train.micro_batch,
+        Forbidden,
+        "1",
+        "",
+        "Sequences of a micro-batch, 1 to 65536.",
+        |g| g.integer(1, 65536)?,
+        |v| Some(v.to_string())
+    ),
+    key!(
+        train.micro_batches,
+        Forbidden,
+        "1",
+        "",
+        "Micro-batches of a step, 1 to 65536.",
+        |g| g.integer(1, 65536)?,
+        |v| Some(v.to_string())
+    ),
+    key!(
+        train.learning_rate,
+        Logged,
+        "1e-5",
+        "",
+        "Peak learning rate.",
+        |g| g.float(|x| x >= 0.0, "a finite number of at least 0")?,
+        |v| number(*v)
+    ),
+    key!(
+        train.schedule,
+        Logged,
+        "\"cosine\"",
+        "",
+        "After warm-up: \"constant\", \"linear\" or \"cosine\" to min_learning_rate, or \"wsd\":\n\
+         constant, then a straight line over the last tenth of the steps.",
+        |g| g.choice(SCHEDULES)?,
+        |v| named(SCHEDULES, v)
+    ),
+    key!(
+        train.warmup_steps,
+        Logged,
+        "0",
+        "",
+        "Steps over which the rate rises from 0; at most steps.",
+        |g| g.integer(0, COUNT_MAX)?,
+        |v| Some(v.to_string())
+    ),
+    key!(
+        train.min_learning_rate,
+        Logged,
+        "0.0",
+        "",
+        "Where the schedule ends; at most learning_rate.",
+        |g| g.float(|x| x >= 0.0, "a finite number of at least 0")?,
+        |v| number(*v)
+    ),
+    key!(
+        train.betas,
+        Logged,
+        "[0.9, 0.999]",
+        "",
+        "AdamW's betas, each at least 0 and less than 1.",
+        |g| g.betas()?,
+        |v| Some(format!("{v:?}"))
+    ),
+    key!(
+        train.eps,
+        Logged,
+        "1e-8",
+        "",
+        "AdamW's epsilon, above 0 in f32.",
+        |g| g.float(
+            |x| x as f32 > 0.0 && (x as f32).is_finite(),
+            "a number above 0 in f32"
+        )?,
+        |v| number(*v)
+    ),
+    key!(
+        train.weight_decay,
+        Logged,
+        "0.01",
+        "",
+        "Decoupled weight decay of tensors with two or more dimensions.",
+        |g| g.float(|x| x >= 0.0, "a finite number of at least 0")?,
+        |v| number(*v)
+    ),
+    key!(
+        train.max_grad_norm,
+        Logged,
+        "1.0",
+        "",
+        "Global gradient norm is clipped to this; 0 is off: 2 bytes a parameter less, and updates\n\
+         need not wait for the norm.",
+        |g| g.float(|x| x >= 0.0, "a finite number of at least 0")?,
+        |v| number(*v)
+    ),
+    key!(
+        train.gradient_dtype,
+        Forbidden,
+        "\"bf16\"",
+        "",
+        "Gradients on their way to the optimizer: \"bf16\", rounded once, or \"f32\". Accumulated\n\
+         in f32 either way; \"f32\" under precision \"fp32\".",
+        |g| g.choice(GRADIENT_DTYPES)?,
+        |v| named(GRADIENT_DTYPES, v)
+    ),
+    key!(
+        train.eval_every,
+        Free,
+        "0",
+        "",
+        "Steps between evaluations; 0 is never.",
+        |g| g.integer(0, COUNT_MAX)?,
+        |v| Some(v.to_string())
+    ),
+    key!(
+        train.seed,
+        Forbidden,
+        "0",
+        "",
+        "Seed of everything random.",
+        |g| g.integer(0, SEED_MAX)?,
+        |v| Some(v.to_string())
+    ),
+];
