@@ -258,6 +258,16 @@ pub struct CheckpointConfig {
 pub struct LogConfig {
     /// Directory of metrics, plots and traces.
     pub dir: PathBuf,
+    /// Steps between samples of generated text; 0 is never.
+    pub sample_every: u64,
+    /// Texts to continue; empty: the beginning of the data.
+    pub sample_prompts: Vec<String>,
+    /// They go through the chat template as a user's turn.
+    pub sample_chat: bool,
+    /// Most tokens of a sample.
+    pub sample_tokens: u64,
+    /// Temperature of sampling; 0 is greedy.
+    pub sample_temperature: f64,
 }
 
 /// A run, as a person described it.
@@ -337,6 +347,11 @@ impl Default for RunConfig {
             },
             log: LogConfig {
                 dir: PathBuf::from("runs/terrace"),
+                sample_every: 0,
+                sample_prompts: Vec::new(),
+                sample_chat: false,
+                sample_tokens: 64,
+                sample_temperature: 0.7,
             },
         }
     }

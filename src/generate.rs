@@ -4,7 +4,8 @@
 //! keys and values, so the cost of a token grows with the text. Greedy, or sampled by temperature
 //! and nucleus (top-p, Holtzman et al. 2020) from a generator seeded by (seed, position).
 
-use crate::data::Micro;
+use crate::data::formats::Conversation;
+use crate::data::{Micro, TextTokenizer};
 use crate::error::{Error, Result};
 use crate::step::Engine;
 
@@ -26,6 +27,33 @@ impl Sampling {
         top_p: 1.0,
         seed: 0,
     };
+}
+
+/// Ids of a text to continue, with what the model expects first; `chat`: as a user's turn in the
+/// chat template. `place` names it in errors.
+///
+/// # Errors
+/// [`Error::Input`] for a chat without a template, and for one that refuses the text.
+pub fn prompt_ids(
+    tokenizer: &TextTokenizer,
+    text: &str,
+    chat: bool,
+    place: &str,
+) -> Result<Vec<u32>> {
+    if !chat {
+        return tokenizer.encode(text, true);
+    }
+    let template = tokenizer.template().ok_or_else(|| {
+        let expected = "a tokenizer with a chat template";
+        Error::input("chat", place, expected, "none", "leave the chat out")
+    })?;
+    let mut conversation = Conversation::exchange(text.to_string(), String::new());
+    conversation.turns.pop();
+    let rendered = template
+        .renderer()
+        .and_then(|renderer| renderer.prompt(&conversation))
+        .map_err(|fault| fault.at("chat template", place))?;
+    tokenizer.encode(&rendered, false)
 }
 
 /// Extends `tokens` by at most `count`, ending early at one of `ends` (which is not given to

@@ -53,6 +53,7 @@ keep = 2
 
 [log]
 dir = "DIR"
+sample_every = 60
 "#;
 
 /// Writes the run's files under `directory`, which is made, and returns its configuration. Files

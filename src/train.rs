@@ -14,12 +14,15 @@
 
 mod commit;
 mod compare;
+mod lines;
 mod report;
+mod samples;
 mod setup;
 
 pub use commit::CommitReport;
 pub use compare::Comparison;
 pub use report::{DriveBytes, Metrics, StepReport};
+pub use samples::Sample;
 pub use setup::{Budget, build_engine, choose_device, resolve_budgets};
 
 use std::collections::BTreeMap;
@@ -40,6 +43,8 @@ use crate::step::{Engine, StepSettings};
 use crate::store::{Phase, Scratch};
 use crate::transfer::Tiers;
 use commit::{Committer, Order};
+use lines::Lines;
+use samples::Prompt;
 
 /// A run with everything read that it needs.
 pub struct Run {
@@ -58,6 +63,7 @@ pub struct Run {
     /// Steps of the whole run.
     pub total_steps: u64,
     batches: Batches,
+    prompts: Vec<Prompt>,
 }
 
 /// Which commit to start from.
@@ -108,7 +114,9 @@ impl Run {
             .epochs
             .map_or(0, |epochs| batches.steps_of_epochs(epochs));
         let total_steps = train.steps.unwrap_or(epochs);
+        let prompts = Prompt::all(&config, tokenizer.as_ref(), &dataset, &eval)?;
         Ok(Run {
+            prompts,
             config,
             spec,
             model_json,
@@ -159,6 +167,8 @@ pub struct Trainer {
     committer: Option<Committer>,
     engine: Engine,
     metrics: Metrics,
+    /// samples.jsonl, from the first sample on.
+    samples: Option<Lines>,
     /// Steps, tokens and bytes that are done; the cursor is that of the start.
     progress: Progress,
     /// Step of the last commit.
@@ -229,7 +239,9 @@ impl Trainer {
             notes.extend(checkpoints.sentences());
         }
         let metrics = Metrics::open(&run.config.log.dir, progress.step)?;
+        let samples = samples::reopen(&run.config.log.dir, progress.step)?;
         let trainer = Trainer {
+            samples,
             committer: checkpoints.map(Committer::new),
             committed: (progress.step > 0).then_some(progress.step),
             written_before: progress.written.max(metrics.written_before()),
@@ -286,12 +298,13 @@ impl Trainer {
         std::mem::take(&mut self.reports)
     }
 
-    /// What a person should know of metrics.jsonl, once.
+    /// What a person should know of metrics.jsonl or samples.jsonl, once.
     pub fn take_warning(&mut self) -> Option<String> {
         if let Some(warning) = self.warning.take() {
             return Some(warning);
         }
-        self.metrics.take_warning()
+        let lost = self.samples.as_mut().and_then(Lines::take_warning);
+        lost.or_else(|| self.metrics.take_warning())
     }
 
     /// Where a library now computes a product by another algorithm than the commit tells, the bits
@@ -411,7 +424,7 @@ impl Trainer {
         let order = Order {
             held: self.engine.hold(),
             progress,
-            synced: self.metrics.syncer(),
+            synced: self.syncer(),
             lane_waited: self.lane_waited(),
             step_seconds: self.step_seconds,
         };
@@ -419,6 +432,18 @@ impl Trainer {
         committer.begin(order)?;
         self.last_return = Instant::now();
         Ok(())
+    }
+
+    /// Makes durable, when called, the lines written by now.
+    fn syncer(&self) -> Box<dyn FnOnce() + Send> {
+        let (metrics, samples) = (self.metrics.syncer(), &self.samples);
+        let samples = samples.as_ref().map(Lines::syncer);
+        Box::new(move || {
+            metrics();
+            if let Some(sync) = samples {
+                sync();
+            }
+        })
     }
 
     /// Waits until the commit under way is durable, if there is one.
@@ -430,7 +455,7 @@ impl Trainer {
     pub fn finish(mut self) -> Result<Option<String>> {
         self.end_commit(true)?;
         self.engine.drain().map_err(|error| self.stopped(error))?;
-        self.metrics.syncer()();
+        self.syncer()();
         Ok(self.engine.tiers().stats.chrome_trace())
     }
 

@@ -114,6 +114,19 @@ impl Given<'_> {
         paths.ok_or_else(|| self.refuse("a path in quotes, or a list of them"))
     }
 
+    /// A text, or a list of texts, none of them empty.
+    pub(super) fn texts(&self) -> Result<Vec<String>> {
+        let text = |value: &DeValue<'_>| {
+            let text = value.as_str().filter(|text| !text.is_empty());
+            text.map(str::to_string)
+        };
+        let texts = match self.value {
+            DeValue::Array(values) => values.iter().map(|v| text(v.get_ref())).collect(),
+            one => text(one).map(|text| vec![text]),
+        };
+        texts.ok_or_else(|| self.refuse("a text in quotes, or a list of them"))
+    }
+
     pub(super) fn size(&self) -> Result<Size> {
         self.size_of(self.value)
     }

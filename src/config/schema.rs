@@ -92,6 +92,7 @@ fn type_of(expected: &str) -> Value {
     match expected {
         "true or false" => json!({"type": "boolean"}),
         "a path in quotes" => path,
+        "a text in quotes, or a list of them" => either(&path, &path),
         "a path in quotes, or a list of them" => either(&path, &path),
         "a path in quotes, or a list of { path, size }" => {
             either(&path, &json!({"anyOf": [path, place]}))

@@ -15,6 +15,11 @@ pub(super) fn quoted_path(path: &std::path::Path) -> String {
     quoted(&path.to_string_lossy())
 }
 
+pub(super) fn text_list(texts: &[String]) -> Option<String> {
+    let texts: Vec<String> = texts.iter().map(|text| quoted(text)).collect();
+    Some(format!("[{}]", texts.join(", ")))
+}
+
 pub(super) fn path_list(paths: &[std::path::PathBuf]) -> Option<String> {
     let paths: Vec<String> = paths.iter().map(|path| quoted_path(path)).collect();
     Some(format!("[{}]", paths.join(", ")))

@@ -7,9 +7,8 @@ use clap::Args;
 use terrace::checkpoint::CommittedWeights;
 use terrace::config::{RunConfig, Size};
 use terrace::data::TextTokenizer;
-use terrace::data::formats::Conversation;
 use terrace::error::{Error, Result};
-use terrace::generate::{Sampling, generate as extend};
+use terrace::generate::{Sampling, generate as extend, prompt_ids};
 use terrace::hf::{self, ExportDtype, ExportOptions, WeightSource};
 use terrace::model::ModelSpec;
 use terrace::plan::{Plan, Purpose, bytes_text};
@@ -251,26 +250,7 @@ fn prompt_tokens(arguments: &GenerateArguments, tokenizer: &TextTokenizer) -> Re
         None => std::io::read_to_string(std::io::stdin())
             .map_err(|e| Error::io("read", "standard input".as_ref(), e))?,
     };
-    if !arguments.chat {
-        return tokenizer.encode(&text, true);
-    }
-    let missing = || {
-        Error::input(
-            "generate",
-            "--chat",
-            "a tokenizer with a chat template",
-            "none",
-            "leave --chat out",
-        )
-    };
-    let template = tokenizer.template().ok_or_else(missing)?;
-    let mut conversation = Conversation::exchange(text, String::new());
-    conversation.turns.pop();
-    let rendered = template
-        .renderer()
-        .and_then(|renderer| renderer.prompt(&conversation))
-        .map_err(|fault| fault.at("chat template", "--prompt"))?;
-    tokenizer.encode(&rendered, false)
+    prompt_ids(tokenizer, &text, arguments.chat, "--prompt")
 }
 
 fn print(text: &str) -> Result<()> {

@@ -14,13 +14,14 @@ use terrace::checkpoint::checkpoint_dir;
 use terrace::config::RunConfig;
 use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
-use terrace::generate::{Sampling, generate};
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
 use terrace::plan::{bytes_text, count_text};
 use terrace::schedule::simulate::{Prediction, fastest};
 use terrace::store::Scratch;
-use terrace::train::{Comparison, Run, Start, StepReport, Trainer, choose_device, resolve_budgets};
+use terrace::train::{
+    Comparison, Run, Sample, Start, StepReport, Trainer, choose_device, resolve_budgets,
+};
 use terrace::{machine, quickstart};
 
 use crate::kill_at;
@@ -130,11 +131,6 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     let log_dir = trainer.run().config.log.dir.clone();
     let checkpoint_dir = checkpoint_dir(&trainer.run().config);
     let (last_commit, step) = (trainer.last_commit(), trainer.steps_done());
-    // Who sends a signal wants the run to end, not to talk.
-    let ended = match (ended, signal.load(Ordering::Relaxed)) {
-        (Ok(()), 0) => sample(&mut trainer),
-        (ended, _) => ended,
-    };
     let trace = match ended {
         Ok(()) => trainer.finish()?,
         Err(error) => return Err(error),
@@ -304,6 +300,10 @@ fn steps(
         if trainer.evaluation_is_due() || report.step == total {
             evaluate(trainer, &console)?;
         }
+        // Who sends a signal wants the run to end, not to talk.
+        if trainer.samples_are_due() && signal.load(Ordering::Relaxed) == 0 {
+            sample(trainer, &console)?;
+        }
         if trainer.commit_is_due() {
             trainer.commit()?;
         }
@@ -420,37 +420,19 @@ impl Console {
     }
 }
 
-/// A short continuation of the training data's beginning, where there is a tokenizer.
-fn sample(trainer: &mut Trainer) -> Result<()> {
-    const PROMPT: usize = 12;
-    const TOKENS: u64 = 40;
-    let run = trainer.run();
-    let (Some(_), Some(micro)) = (&run.tokenizer, run.eval.first()) else {
-        return Ok(());
+/// Prints samples that are due, shortened.
+fn sample(trainer: &mut Trainer, console: &Console) -> Result<()> {
+    const SHOWN: usize = 200;
+    let short = |text: &str| {
+        let mut shown: String = text.chars().take(SHOWN).collect();
+        if shown.len() < text.len() {
+            shown.push('…');
+        }
+        shown
     };
-    if run.config.data.seq_len < PROMPT as u64 + TOKENS {
-        return Ok(());
+    for Sample { step, prompt, text } in trainer.sample()? {
+        let (prompt, text) = (short(&prompt), short(&text));
+        console.line(&format!("step {step}: sample: {prompt:?} → {text:?}"))?;
     }
-    let mut tokens: Vec<u32> = micro.tokens.iter().copied().take(PROMPT).collect();
-    let prompt = tokens.len();
-    let ends = run.spec.eos_token_ids.clone();
-    let sampling = Sampling {
-        temperature: 0.7,
-        top_p: 0.9,
-        seed: run.config.train.seed,
-    };
-    generate(
-        trainer.engine(),
-        &mut tokens,
-        TOKENS,
-        &ends,
-        sampling,
-        |_| Ok(true),
-    )?;
-    let tokenizer = trainer.run().tokenizer.as_ref().expect("seen above");
-    say(&format!(
-        "sample: {:?} → {:?}",
-        tokenizer.decode(&tokens[..prompt], false)?,
-        tokenizer.decode(&tokens[prompt..], true)?
-    ))
+    Ok(())
 }
