@@ -17,7 +17,7 @@ use crate::config::{Recompute, RunConfig};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::tile::{PAGE_BYTES, Precision, SECTION_COUNT, Section, TileLayout};
-use homes::Room;
+use homes::{Anchors, Placed, Room};
 use regions::{DeviceMap, DeviceShape};
 
 /// What the plan needs to know of a device.
@@ -70,7 +70,7 @@ pub struct Budgets {
     pub device: u64,
     /// The host's arena.
     pub host: u64,
-    /// Spilled extents, all paths together.
+    /// Spilled extents and anchors, all paths together.
     pub store: u64,
 }
 
@@ -127,6 +127,16 @@ impl Deferred {
     pub fn contains(self, layer: u16, count: u16) -> bool {
         layer < self.first || count - layer <= self.last
     }
+}
+
+/// What is chosen by predicted seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Choice {
+    /// Layers whose updates wait for the end of the backward pass; with clipping all do.
+    pub deferred: Deferred,
+    /// At least so many of the layers whose anchors leave the device have them in the store, even
+    /// where states of tiles go there first.
+    pub stored_anchors: u16,
 }
 
 /// A tile's layout and the homes of its sections.
@@ -193,6 +203,9 @@ pub struct Plan {
     pub precision: Precision,
     /// Tiles by layer.
     pub tiles: Vec<TilePlan>,
+    /// Layers 1 to here, inclusive, have their anchors in the store between forward and backward:
+    /// the first ones, which backward needs last, of those that leave the device.
+    pub stored_anchors: u16,
     /// Host arena.
     pub host: HostMap,
     /// Device arena.
@@ -208,7 +221,7 @@ pub struct Plan {
     pub gradient_bytes: u64,
     /// The head computes with the embed tile's weight.
     pub tied: bool,
-    /// Bytes of spilled extents in the store, padded to pages.
+    /// Bytes of spilled extents of tiles in the store, padded to pages.
     pub spilled_bytes: u64,
     /// (keep + 1) × state bytes; 0 where checkpoints are off.
     pub checkpoint_bytes: u64,
@@ -286,12 +299,28 @@ impl Plan {
         purpose: Purpose,
         deferred: Deferred,
     ) -> Result<Plan> {
+        let choice = Choice {
+            deferred,
+            stored_anchors: 0,
+        };
+        Plan::choosing(spec, config, device, budgets, purpose, choice)
+    }
+
+    /// As [`Plan::deferring`], with a part of the anchors in the store as `choice` says.
+    pub fn choosing(
+        spec: &ModelSpec,
+        config: &RunConfig,
+        device: &DeviceProfile,
+        budgets: Budgets,
+        purpose: Purpose,
+        choice: Choice,
+    ) -> Result<Plan> {
         let clipping = config.train.max_grad_norm > 0.0;
         let precision = config.model.precision;
         let deferred = match purpose {
             Purpose::Forward => Deferred::default(),
             Purpose::Train if clipping => Deferred::ALL,
-            Purpose::Train => deferred,
+            Purpose::Train => choice.deferred,
         };
         check_card(spec, config, device)?;
         let least = least_device(spec, config, device, budgets.device, purpose)?;
@@ -299,9 +328,18 @@ impl Plan {
         let room = Room {
             budgets,
             spare: arena - least.bytes,
-            anchors: least.travelling_bytes(),
+            anchors: Anchors {
+                layers: least.shape.travelling,
+                stored: choice.stored_anchors.min(least.shape.travelling),
+                anchor_bytes: least.anchor_bytes,
+                micros: least.shape.micros,
+            },
         };
-        let (tiles, host) = homes::place(spec, config, purpose, deferred, room)?;
+        let Placed {
+            tiles,
+            host,
+            stored_anchors,
+        } = homes::place(spec, config, purpose, deferred, room)?;
         let (map, kept) = fill_device(spec, config, &least, &tiles, arena);
         let spilled_bytes: u64 = tiles
             .iter()
@@ -327,6 +365,7 @@ impl Plan {
             budgets,
             precision,
             tiles,
+            stored_anchors,
             host,
             map,
             kept,
@@ -365,9 +404,20 @@ impl Plan {
         Some(u32::try_from(slot).expect("kept slots are fewer than 2^32"))
     }
 
-    /// Whether anything lives in the store.
+    /// Bytes of the store that anchors take, padded to pages.
+    pub fn stored_anchor_bytes(&self) -> u64 {
+        let place = self.map.anchor_bytes.next_multiple_of(PAGE_BYTES);
+        u64::from(self.stored_anchors) * self.map.shape.micros * place
+    }
+
+    /// Bytes of the store: spilled extents and anchors.
+    pub fn store_bytes(&self) -> u64 {
+        self.spilled_bytes + self.stored_anchor_bytes()
+    }
+
+    /// Whether anything is in the store.
     pub fn spills(&self) -> bool {
-        self.spilled_bytes > 0
+        self.store_bytes() > 0
     }
 }
 
@@ -448,7 +498,7 @@ fn least_device(
         shape.kept = u64::from(spec.blocks) * micros;
     }
     let mut map = map_of(shape);
-    // Anchors leave for host where the device cannot hold them: no more of them than that.
+    // Anchors leave where the device cannot hold them: no more of them than that.
     let row = map.anchor_bytes.saturating_mul(micros).max(1);
     let lack = needed(&map).saturating_sub(budget);
     if shape.trains && lack > 0 {

@@ -37,15 +37,18 @@ pub enum Wait {
     UpdateForStore = 3,
     /// Update, for a commit to have copied the tile.
     UpdateForCommit = 4,
+    /// Compute, for an anchor to leave the device or to come back.
+    ComputeForAnchors = 5,
 }
 
 /// Names of the waits, as metrics.jsonl has them.
-pub const WAIT_NAMES: [&str; 5] = [
+pub const WAIT_NAMES: [&str; 6] = [
     "compute_for_weights",
     "compute_for_demote",
     "promote_for_update",
     "update_for_store",
     "update_for_commit",
+    "compute_for_anchors",
 ];
 /// Names of the hops, as metrics.jsonl has them.
 pub const HOP_NAMES: [&str; 4] = ["promote", "demote", "store_read", "store_write"];
@@ -56,7 +59,7 @@ pub struct Snapshot {
     /// Bytes by [`Hop`].
     pub bytes: [u64; 4],
     /// Seconds waited by [`Wait`].
-    pub waits: [f64; 5],
+    pub waits: [f64; 6],
     /// Seconds of AdamW arithmetic.
     pub update_seconds: f64,
     /// Seconds in which promotions were under way.
@@ -99,7 +102,7 @@ pub struct TraceEvent {
 pub struct Stats {
     started: Instant,
     bytes: [AtomicU64; 4],
-    wait_nanoseconds: [AtomicU64; 5],
+    wait_nanoseconds: [AtomicU64; 6],
     update_nanoseconds: AtomicU64,
     up_nanoseconds: AtomicU64,
     down_nanoseconds: AtomicU64,

@@ -74,7 +74,8 @@ impl fmt::Display for TileId {
     }
 }
 
-/// A part of a tile: the unit of placement.
+/// A part of a tile: the unit of placement. [`Section::Anchor`] is none, but lies in a store as
+/// sections do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Section {
@@ -86,10 +87,13 @@ pub enum Section {
     Moment1 = 2,
     /// f32: AdamW's second moment.
     Moment2 = 3,
+    /// A layer's input for one micro-batch, which is the tile's part, between forward and backward:
+    /// in words of four bytes, whatever the device computes in. Never in a checkpoint.
+    Anchor = 4,
 }
 
 impl Section {
-    /// All sections, in the order in which a tile stores them.
+    /// All sections of a tile, in the order in which it stores them.
     pub const ALL: [Section; SECTION_COUNT] = [
         Section::Weight,
         Section::Residual,
@@ -103,7 +107,7 @@ impl Section {
             (Section::Weight, Precision::Bf16) | (Section::Residual, Precision::Bf16) => 2,
             (Section::Residual, Precision::Fp32) => 0,
             (Section::Weight, Precision::Fp32) => 4,
-            (Section::Moment1 | Section::Moment2, _) => 4,
+            (Section::Moment1 | Section::Moment2 | Section::Anchor, _) => 4,
         }
     }
 
@@ -127,6 +131,7 @@ impl fmt::Display for Section {
             Section::Residual => "residual",
             Section::Moment1 => "moment1",
             Section::Moment2 => "moment2",
+            Section::Anchor => "anchor",
         })
     }
 }

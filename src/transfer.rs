@@ -10,13 +10,15 @@
 //! When a transfer starts is `step`'s to say. The update's own stream over spilled states is
 //! [`states`]; [`capture`] copies tiles out for commits.
 
+mod anchors;
 pub mod capture;
 pub mod fill;
 pub mod states;
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crossbeam_channel::{Receiver, Sender};
+use anchors::Anchors;
+use crossbeam_channel::Sender;
 
 use crate::device::{Device, Dtype, View};
 use crate::error::Result;
@@ -25,7 +27,7 @@ use crate::plan::{GradientHome, Home, Plan};
 use crate::schedule::GradientSlot;
 use crate::stats::{Hop, Stats};
 use crate::store::disk::Direction;
-use crate::store::{Completion, ExtentKey, Request, Scratch};
+use crate::store::{Completion, ExtentKey, Request, Scratch, StoredSection};
 use crate::tile::{Precision, SECTION_COUNT, Section, TileLayout};
 
 /// Slabs that one promotion or gather keeps in flight at most.
@@ -56,13 +58,12 @@ pub struct Tiers {
     /// Two for blocks and the wide one, where the plan has them.
     shared_gradients: [Option<Mutex<Lease>>; 3],
     weight_slots: [Option<Mutex<Lease>>; 2],
-    /// Anchors that travel, by layer then micro-batch.
-    anchors: Vec<Mutex<Lease>>,
-    micros: u32,
+    /// Anchors that leave the device.
+    anchors: Anchors,
 }
 
 impl Tiers {
-    /// Cuts the host arena as the plan says. `store` must hold the plan's spilled sections.
+    /// Cuts the host arena as the plan says. `store` must hold [`stored`] of the plan.
     pub fn new(
         plan: &Plan,
         device: Device,
@@ -106,10 +107,7 @@ impl Tiers {
         ];
         let shared_gradients = shared.map(&mut slot);
         let weight_slots = [plan.host.weight_slot; 2].map(&mut slot);
-        let shape = &plan.map.shape;
-        let anchors = u64::from(shape.travelling) * shape.micros;
-        let anchors = (0..anchors).map(|_| Mutex::new(cutter.cut(plan.map.anchor_bytes)));
-        let anchors = anchors.collect();
+        let anchors = Anchors::cut(plan, &mut cutter);
         Tiers {
             device,
             ring,
@@ -126,7 +124,6 @@ impl Tiers {
             shared_gradients,
             weight_slots,
             anchors,
-            micros: u32::try_from(shape.micros).expect("micro-batches are capped"),
         }
     }
 
@@ -228,9 +225,8 @@ impl Tiers {
         slab: Lease,
         reply: &Sender<Completion>,
     ) -> Result<()> {
-        let bytes = self.extent_bytes(key);
-        self.stats.crossed(hop, bytes);
-        let bytes = usize::try_from(bytes).expect("an extent fits");
+        let bytes = self.scratch().payload_bytes(key);
+        self.stats.crossed(hop, bytes as u64);
         self.scratch().submit(Request {
             kind,
             key,
@@ -275,20 +271,22 @@ impl Tiers {
             }
             return Ok(());
         }
-        let (reply, done) = crossbeam_channel::unbounded();
-        self.stream_spilled(layer, section, &reply, &done, &mut with)
+        let key = |extent| ExtentKey {
+            tile: layout.id,
+            section,
+            extent,
+        };
+        self.stream_spilled(layout.extent_count(), &key, &mut with)
     }
 
+    /// Calls `with` for each of `count` extents of the store in order, with its bytes.
     fn stream_spilled(
         &self,
-        layer: u16,
-        section: Section,
-        reply: &Sender<Completion>,
-        done: &Receiver<Completion>,
+        count: u32,
+        key: &dyn Fn(u32) -> ExtentKey,
         with: &mut dyn FnMut(u32, &[u8]) -> Result<()>,
     ) -> Result<()> {
-        let tile = self.layout(layer).id;
-        let count = self.layout(layer).extent_count();
+        let (reply, done) = crossbeam_channel::unbounded();
         let (mut asked, mut given) = (0, 0);
         let mut early: Vec<(u32, Lease)> = Vec::with_capacity(STREAM_DEPTH);
         while given < count {
@@ -299,15 +297,7 @@ impl Tiers {
                     None if asked == given => self.ring.take(),
                     None => break,
                 };
-                self.read_extent(
-                    ExtentKey {
-                        tile,
-                        section,
-                        extent: asked,
-                    },
-                    slab,
-                    reply,
-                )?;
+                self.read_extent(key(asked), slab, &reply)?;
                 asked += 1;
             }
             let completion = done.recv().expect("this function holds a sender");
@@ -315,12 +305,7 @@ impl Tiers {
             early.push((completion.key.extent, completion.slab));
             while let Some(at) = early.iter().position(|(extent, _)| *extent == given) {
                 let (extent, slab) = early.swap_remove(at);
-                let key = ExtentKey {
-                    tile,
-                    section,
-                    extent,
-                };
-                let bytes = usize::try_from(self.extent_bytes(key)).expect("an extent fits");
+                let bytes = self.scratch().payload_bytes(key(extent));
                 with(extent, &slab.as_slice::<u8>()[..bytes])?;
                 given += 1;
             }
@@ -406,30 +391,6 @@ impl Tiers {
         self.stats.crossed(Hop::Promote, bytes as u64);
     }
 
-    /// Demotes a layer's anchor to its place in host.
-    pub fn demote_anchor(&self, layer: u16, micro: u32, anchor: View) {
-        let mut place = self.anchor_place(layer, micro);
-        let bytes = usize::try_from(anchor.bytes()).expect("an anchor fits its place");
-        self.device
-            .copy_out(anchor.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
-        self.stats.crossed(Hop::Demote, anchor.bytes());
-    }
-
-    /// Promotes it again.
-    pub fn promote_anchor(&self, layer: u16, micro: u32, anchor: View) {
-        let place = self.anchor_place(layer, micro);
-        let bytes = usize::try_from(anchor.bytes()).expect("an anchor fits its place");
-        self.device
-            .copy_in(anchor.offset, &place.as_slice::<u8>()[..bytes]);
-        self.stats.crossed(Hop::Promote, anchor.bytes());
-    }
-
-    fn anchor_place(&self, layer: u16, micro: u32) -> MutexGuard<'_, Lease> {
-        let index = (u32::from(layer) - 1) * self.micros + micro;
-        let place = &self.anchors[index as usize];
-        place.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn device_weight(&self, layer: u16) -> (u64, usize) {
         let offset = self.device_home(layer, Section::Weight);
         let bytes = self
@@ -449,6 +410,15 @@ impl Tiers {
             .copy_out(gradient.offset, &mut place.as_mut_slice::<u8>()[..bytes]);
         self.stats.crossed(Hop::Demote, gradient.bytes());
     }
+}
+
+/// What the plan has in the store: spilled sections of tiles, then anchors.
+pub fn stored(plan: &Plan) -> Vec<StoredSection> {
+    let spilled = plan.tiles.iter().flat_map(|tile| {
+        let section = |section| StoredSection::of(&tile.layout, section, plan.precision);
+        tile.spilled().map(section)
+    });
+    spilled.chain(anchors::stored(plan)).collect()
 }
 
 /// The bytes of an element range of `width` bytes each.

@@ -20,12 +20,12 @@ use terrace::host::HostArena;
 use terrace::machine::storage_bytes;
 use terrace::model::ModelSpec;
 use terrace::optimizer::Isa;
-use terrace::plan::{Budgets, Deferred, GradientHome, Home, Plan, Purpose, TilePlan};
+use terrace::plan::{Budgets, Choice, Deferred, GradientHome, Home, Plan, Purpose, TilePlan};
 use terrace::stats::Stats;
 use terrace::step::{Engine, StepSettings};
-use terrace::store::{Scratch, StoredSection, checksum, disk};
+use terrace::store::{Scratch, checksum, disk};
 use terrace::tile::{GradientDtype, Precision, Section};
-use terrace::transfer::Tiers;
+use terrace::transfer::{self, Tiers};
 
 const SEQ_LEN: u64 = 32;
 const MICROS: u64 = 2;
@@ -89,6 +89,8 @@ struct Way {
     deferred: Deferred,
     /// Layers whose anchors are in host between forward and backward.
     travelling: u16,
+    /// Of those, layers whose anchors are in the store instead.
+    stored: u16,
     buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     kept: u64,
@@ -104,6 +106,7 @@ const PLAIN: Way = Way {
     on_device: OnDevice::Nothing,
     deferred: Deferred { first: 0, last: 0 },
     travelling: 0,
+    stored: 0,
     buffers: 2,
     kept: 0,
     isa: Isa::Scalar,
@@ -143,8 +146,11 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
             store: PLENTY,
         };
         let profile = support::profile(numbers.precision);
-        let (purpose, deferred) = (Purpose::Train, way.deferred);
-        Plan::deferring(&spec, config, &profile, budgets, purpose, deferred).unwrap()
+        let choice = Choice {
+            deferred: way.deferred,
+            stored_anchors: way.stored,
+        };
+        Plan::choosing(&spec, config, &profile, budgets, Purpose::Train, choice).unwrap()
     };
     let least = make(&config, PLENTY, PLENTY);
     let bytes = |wanted: &[Section]| -> u64 {
@@ -184,9 +190,11 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
     let arena = least.map.bytes + least.device.fixed_bytes;
     let device =
         arena - row * u64::from(way.travelling) + way.kept * least.map.workspace.bytes + spare;
-    let anchors = u64::from(way.travelling) * MICROS * least.map.anchor_bytes;
-    let plan = make(&config, device, host - lack + 2 * anchors);
+    let place = least.map.anchor_bytes.next_multiple_of(4096);
+    let anchors = u64::from(way.travelling - way.stored) * MICROS * place;
+    let plan = make(&config, device, host - lack + anchors);
     assert_eq!(plan.map.shape.travelling, way.travelling);
+    assert_eq!(plan.stored_anchors, way.stored);
     assert_eq!(plan.kept.len() as u64, way.kept);
     check_spilled(&plan, way.spilled);
     let moved = plan.map.parked.iter().chain(&plan.map.weight_homes);
@@ -240,19 +248,6 @@ fn check_spilled(plan: &Plan, wanted: Spilled) {
     assert_eq!(spilled(Section::Weight), (weights, weights));
 }
 
-fn stored(plan: &Plan) -> Vec<StoredSection> {
-    let tiles = plan.tiles.iter();
-    let sections = tiles.flat_map(|tile| {
-        tile.spilled().map(|section| StoredSection {
-            tile: tile.layout.id,
-            section,
-            elements: tile.layout.elements,
-            element_bytes: section.element_bytes(plan.precision),
-        })
-    });
-    sections.collect()
-}
-
 /// Starts the lanes with random weights; `None`, with the reason printed, where the machine lacks
 /// what the way asks for.
 fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
@@ -267,7 +262,7 @@ fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
     let mut store = None;
     if plan.spills() {
         let paths = [(PathBuf::from(directory), PLENTY)];
-        match Scratch::create(&paths, &stored(&plan), way.engine, &[ring.span()]) {
+        match Scratch::create(&paths, &transfer::stored(&plan), way.engine, &[ring.span()]) {
             Ok(scratch) => store = Some(scratch),
             Err(error) if way.engine == Some(IoEngine::Uring) => {
                 println!("SKIP io_uring: {error}");
@@ -492,6 +487,55 @@ fn anchors_may_be_in_host() {
             travelling: 2,
             deferred: Deferred { first: 4, last: 1 },
             buffers: 3,
+            ..PLAIN
+        },
+    ];
+    for (tied, precision, max_grad_norm) in
+        [(true, Precision::Bf16, 0.5), (false, Precision::Fp32, 0.0)]
+    {
+        let numbers = Numbers {
+            tied,
+            precision,
+            max_grad_norm,
+            blocks: 5,
+            ..SMALL
+        };
+        agree(numbers, &ways);
+    }
+}
+
+#[test]
+fn anchors_may_be_in_the_store() {
+    let ways = [
+        Way {
+            travelling: 1,
+            stored: 1,
+            slabs: 4,
+            engine: Some(IoEngine::Pread),
+            ..PLAIN
+        },
+        Way {
+            travelling: 3,
+            stored: 2,
+            buffers: 1,
+            isa: Isa::Avx2,
+            engine: Some(IoEngine::Uring),
+            ..PLAIN
+        },
+        Way {
+            travelling: 3,
+            stored: 3,
+            deferred: Deferred { first: 4, last: 1 },
+            spilled: Spilled::Moments,
+            slabs: 4,
+            ..PLAIN
+        },
+        Way {
+            travelling: 2,
+            stored: 2,
+            spilled: Spilled::All,
+            slabs: 6,
+            isa: Isa::Avx512,
             ..PLAIN
         },
     ];

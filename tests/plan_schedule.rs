@@ -21,9 +21,9 @@ use terrace::config::{Recompute, RunConfig, StorePath};
 use terrace::model::ModelSpec;
 use terrace::plan::regions::{DeviceMap, travelling_max};
 use terrace::plan::{
-    Budgets, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan,
+    Budgets, Choice, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan,
 };
-use terrace::schedule::simulate::{Prediction, Rates};
+use terrace::schedule::simulate::{Prediction, Rates, fastest, simulate};
 use terrace::schedule::{Action, Form, Lane, Schedule};
 use terrace::tile::{GradientDtype, Precision, Section};
 
@@ -35,7 +35,7 @@ const PLENTY: u64 = 1 << 50;
 struct Case {
     spec: ModelSpec,
     config: RunConfig,
-    deferred: Deferred,
+    choice: Choice,
 }
 
 impl std::fmt::Debug for Case {
@@ -46,7 +46,7 @@ impl std::fmt::Debug for Case {
         write!(
             f,
             "(blocks, hidden, vocab, tied) = {size:?}; {:?}; {}",
-            self.deferred,
+            self.choice,
             set.join("; ")
         )
     }
@@ -59,20 +59,21 @@ impl Case {
 
     fn plan_for(&self, budgets: Budgets, purpose: Purpose) -> Result<Plan, Error> {
         let device = DeviceProfile::cpu();
-        Plan::deferring(
-            &self.spec,
-            &self.config,
-            &device,
-            budgets,
-            purpose,
-            self.deferred,
-        )
+        let choice = self.choice;
+        Plan::choosing(&self.spec, &self.config, &device, budgets, purpose, choice)
     }
 
     /// The plan with all in host.
     fn roomy(&self) -> Plan {
         self.plan(budgets(PLENTY, PLENTY, 0))
             .expect("everything fits")
+    }
+}
+
+fn updating(deferred: Deferred) -> Choice {
+    Choice {
+        deferred,
+        ..Choice::default()
     }
 }
 
@@ -119,7 +120,7 @@ prop_compose! {
         if long_gradients {
             config.train.gradient_dtype = GradientDtype::F32;
         }
-        Case { spec, config, deferred: Deferred { first, last } }
+        Case { spec, config, choice: updating(Deferred { first, last }) }
     }
 }
 
@@ -147,6 +148,7 @@ fn rank(section: Section) -> u8 {
         Section::Moment1 | Section::Moment2 => 0,
         Section::Residual => 1,
         Section::Weight => 2,
+        Section::Anchor => unreachable!("no section of a tile"),
     }
 }
 
@@ -164,16 +166,20 @@ fn check_homes(plan: &Plan) -> Result<(), TestCaseError> {
     let rings = (plan.host.slabs + plan.host.commit_slabs) * plan.host.slab_bytes;
     prop_assert_eq!(plan.host.homes, homes);
     let weights = 2 * plan.host.weight_slot;
-    let anchors = plan.map.travelling_bytes();
-    prop_assert_eq!(plan.host.anchors, anchors);
+    let place = plan.map.anchor_bytes.next_multiple_of(4096);
+    let anchors = u64::from(plan.map.shape.travelling) * plan.map.shape.micros * place;
+    prop_assert_eq!(plan.host.anchors + plan.stored_anchor_bytes(), anchors);
+    prop_assert!(plan.stored_anchors <= plan.map.shape.travelling);
     prop_assert_eq!(
         plan.host.bytes,
-        homes + plan.host.gradients + weights + anchors + rings
+        homes + plan.host.gradients + weights + plan.host.anchors + rings
     );
+    prop_assert!(anchors == 0 || plan.host.slab_bytes >= plan.map.anchor_bytes.min(4 << 20));
     prop_assert!(plan.host.bytes <= plan.budgets.host);
     prop_assert!(plan.map.bytes <= plan.budgets.device);
-    prop_assert!(plan.spilled_bytes <= plan.budgets.store);
+    prop_assert!(plan.store_bytes() <= plan.budgets.store);
     check_gradients(plan)?;
+    check_stored_anchors(plan)?;
     let spilled = spilled(plan);
     let Some(last) = spilled.iter().map(|(section, _)| rank(*section)).max() else {
         return Ok(());
@@ -190,6 +196,28 @@ fn check_homes(plan: &Plan) -> Result<(), TestCaseError> {
         rank(*section) == last && plan.host.bytes + bytes <= plan.budgets.host
     });
     prop_assert_eq!(fitting, None);
+    Ok(())
+}
+
+/// Anchors go to the store after states of tiles and before weights, and only the overflow of them.
+fn check_stored_anchors(plan: &Plan) -> Result<(), TestCaseError> {
+    let (stored, travelling) = (plan.stored_anchors, plan.map.shape.travelling);
+    let weights = spilled(plan)
+        .iter()
+        .any(|(section, _)| *section == Section::Weight);
+    prop_assert!(!weights || stored == travelling);
+    if stored > 0 {
+        for (tile, section) in sections(plan) {
+            // What a whole layer's anchors left of their room is given back to a state.
+            let row = plan.stored_anchor_bytes() / u64::from(stored);
+            let slot = tile.layout.section_slot_bytes(section, plan.precision);
+            let fits = slot < row || weights;
+            let state = section != Section::Weight && tile.home(section) == Home::Host;
+            prop_assert!(!state || fits, "{section} is in host");
+        }
+        let row = plan.stored_anchor_bytes() / u64::from(stored);
+        prop_assert!(weights || plan.host.bytes + row > plan.budgets.host);
+    }
     Ok(())
 }
 
@@ -237,11 +265,13 @@ fn check_spare(case: &Case, plan: &Plan) -> Result<(), TestCaseError> {
     if least.config.memory.recompute == Recompute::Auto {
         least.config.memory.recompute = Recompute::All;
     }
-    let device = least.roomy().map.bytes;
+    // As many anchors leave it.
+    let row = plan.map.anchor_bytes * plan.map.shape.micros;
+    let device = least.roomy().map.bytes - u64::from(plan.map.shape.travelling) * row;
     match least.plan(budgets(device, plan.budgets.host, PLENTY)) {
         Ok(without) => {
             prop_assert!(without.spilled_bytes > 0);
-            prop_assert!(without.spilled_bytes >= plan.spilled_bytes);
+            prop_assert!(without.store_bytes() >= plan.store_bytes());
         }
         Err(error) => {
             let of_host = matches!(error, Error::Budget { tier: "host", .. });
@@ -459,7 +489,7 @@ fn a_store_without_space_is_not_called_missing() {
     let mut case = Case {
         spec: support::spec(3, 16, 17, false),
         config: support::config(32, 2),
-        deferred: Deferred::default(),
+        choice: Choice::default(),
     };
     // The device has no room to spare either.
     case.config.memory.recompute = Recompute::None;
@@ -501,7 +531,7 @@ fn a_drive_takes_spilled_bytes_and_commits_spread_over_their_steps() {
     let mut case = Case {
         spec: support::spec(3, 16, 17, false),
         config: support::config(32, 2),
-        deferred: Deferred::default(),
+        choice: Choice::default(),
     };
     case.config.checkpoint.every = 4;
     case.config.checkpoint.keep = 2;
@@ -538,6 +568,100 @@ fn a_drive_takes_spilled_bytes_and_commits_spread_over_their_steps() {
         table.contains("checkpoint.every = 0") && !table.contains("rated"),
         "{table}"
     );
+}
+
+/// Layers whose anchors find no room in host have them in the store, where a step writes and reads
+/// them once, and the prediction gives them the disk's time.
+#[test]
+fn anchors_of_the_store_are_counted() {
+    let mut case = Case {
+        spec: support::spec(6, 16, 17, false),
+        config: support::config(64, 2),
+        choice: Choice::default(),
+    };
+    case.config.memory.recompute = Recompute::All;
+    case.config.train.max_grad_norm = 0.0;
+    case.config.checkpoint.every = 0;
+    let roomy = case.roomy();
+    let row = roomy.map.anchor_bytes * 2;
+    let device = roomy.map.bytes - 4 * row;
+    let place = 2 * roomy.map.anchor_bytes.next_multiple_of(4096);
+    let host = roomy.host.bytes + 4 * place;
+    let in_host = case.plan(budgets(device, host, PLENTY)).unwrap();
+    assert_eq!((in_host.stored_anchors, in_host.spills()), (0, false));
+    // Where states are in the store too, anchors follow them, as few as are too many.
+    let states: u64 = sections(&roomy)
+        .into_iter()
+        .filter(|(_, section)| *section != Section::Weight)
+        .map(|(tile, section)| tile.layout.section_slot_bytes(section, roomy.precision))
+        .sum();
+    for (lack, stored) in [(0, 0), (1, 1), (place, 1), (place + 1, 2), (4 * place, 4)] {
+        let plan = case.plan(budgets(device, host - states - lack, PLENTY));
+        let plan = plan.unwrap();
+        assert_eq!(plan.stored_anchors, stored, "{lack} of {place}");
+        assert_eq!(plan.stored_anchor_bytes(), u64::from(stored) * place);
+    }
+    // Or they are there because that was chosen.
+    case.choice.stored_anchors = 3;
+    let plan = case
+        .plan(budgets(device, host - 3 * place, PLENTY))
+        .unwrap();
+    assert_eq!((plan.stored_anchors, plan.spilled_bytes), (3, 0));
+    let mut rates = machine_rates();
+    let predict = |plan: &Plan, rates: &Rates| simulate(plan, &Schedule::train(plan), rates);
+    let prediction = predict(&plan, &rates);
+    let bytes = 3 * row;
+    assert_eq!(
+        (prediction.write_bytes, prediction.read_bytes),
+        (bytes, bytes)
+    );
+    let seconds = bytes as f64 / rates.store_write + bytes as f64 / rates.store_read;
+    assert!((prediction.store_seconds / seconds - 1.0).abs() < 1e-9);
+    let wear = &plan.json(&prediction, &rates)["wear"];
+    assert_eq!(wear["step_bytes"], bytes as f64);
+    assert!(plan.table(&prediction, &rates).contains("anchors between"));
+    // A disk that is slow enough is what the step takes.
+    (rates.store_write, rates.store_read) = (1e3, 1e3);
+    let slow = predict(&plan, &rates);
+    assert!(slow.step_seconds >= slow.store_seconds && slow.bound() == "store");
+    // No room in the store.
+    case.choice.stored_anchors = 0;
+    let refusal = case.plan(budgets(device, host - states - 4 * place, states + place));
+    let refusal = refusal.unwrap_err().to_string();
+    let said = format!("{} bytes of it are anchors", 4 * place);
+    assert!(refusal.contains(&said), "{refusal}");
+}
+
+/// Updates and anchors ask for the disk at different times of a step: which of them is in the store
+/// is chosen by predicted seconds.
+#[test]
+fn anchors_take_the_place_of_states_in_the_store_where_that_is_faster() {
+    let spec = support::spec(6, 16, 17, false);
+    let mut config = support::config(64, 8);
+    config.memory.recompute = Recompute::All;
+    config.train.max_grad_norm = 0.0;
+    let case = Case {
+        spec: spec.clone(),
+        config: config.clone(),
+        choice: Choice::default(),
+    };
+    let roomy = case.roomy();
+    let row = roomy.map.anchor_bytes * 8;
+    let given = budgets(roomy.map.bytes - 4 * row, roomy.host.bytes, PLENTY);
+    let mut rates = machine_rates();
+    (rates.store_write, rates.store_read, rates.store_mixed) = (1e8, 1e8, 1e6);
+    rates.gemm = 1e9;
+    let device = DeviceProfile::cpu();
+    let default = case.plan(given).unwrap();
+    assert!(default.stored_anchors < 4 && default.spilled_bytes > 0);
+    let before = simulate(&default, &Schedule::train(&default), &rates);
+    let (plan, prediction) = fastest(&spec, &config, &device, given, &rates).unwrap();
+    assert!(plan.stored_anchors > default.stored_anchors);
+    assert!(prediction.step_seconds < before.step_seconds * 0.99);
+    // Where it is not, states are.
+    (rates.store_write, rates.store_read, rates.store_mixed) = (1e9, 1e9, 1e9);
+    let (plan, _) = fastest(&spec, &config, &device, given, &rates).unwrap();
+    assert_eq!(plan.stored_anchors, default.stored_anchors);
 }
 
 fn machine_rates() -> Rates {
@@ -736,8 +860,11 @@ proptest! {
         lack in 0u64..=100,
         spare in 0u64..=120,
         travelling in 0u16..=4,
+        stored in 0u16..=4,
         seed: u64,
     ) {
+        let mut case = case;
+        case.choice.stored_anchors = stored;
         let travelling = travelling.min(travelling_max(case.spec.blocks));
         let spare = if travelling > 0 { 0 } else { spare };
         let kept = if travelling > 0 { 0 } else { kept };
@@ -769,7 +896,7 @@ proptest! {
 #[test]
 fn every_wait_is_needed_or_implied_by_others() {
     let mut waits = Waits::default();
-    let (mut homes, mut parked) = (0, 0);
+    let (mut homes, mut parked, mut anchors) = (0, 0, 0);
     for (blocks, micros, buffers) in [
         (1, 1, 1),
         (2, 2, 1),
@@ -786,7 +913,14 @@ fn every_wait_is_needed_or_implied_by_others() {
             let case = |first, last| Case {
                 spec: spec.clone(),
                 config: config.clone(),
-                deferred: Deferred { first, last },
+                choice: updating(Deferred { first, last }),
+            };
+            let stored = |case: Case, stored_anchors| Case {
+                choice: Choice {
+                    stored_anchors,
+                    ..case.choice
+                },
+                ..case
             };
             // All in host; gradients on the device; weights too; updates in both orders.
             let plans = [
@@ -795,8 +929,10 @@ fn every_wait_is_needed_or_implied_by_others() {
                 crowded(&case(blocks + 2, 0), [1, 40, 120], 0),
                 crowded(&case(2, 1), [0, 90, 120], 0),
                 crowded(&case(1, 0), [0, 0, 0], travelling_max(blocks)),
+                crowded(&stored(case(1, 0), 2), [0, 0, 0], travelling_max(blocks)),
             ];
             for plan in plans {
+                anchors += plan.stored_anchors;
                 homes += plan.map.weight_homes.iter().flatten().count();
                 parked += plan.map.parked.iter().flatten().count();
                 for schedule in schedules(&plan) {
@@ -816,8 +952,8 @@ fn every_wait_is_needed_or_implied_by_others() {
     );
     assert!(waits.caught > 500);
     assert!(
-        homes > 10 && parked > 10,
-        "{homes} weights, {parked} gradients"
+        homes > 10 && parked > 10 && anchors > 10,
+        "{homes} weights, {parked} gradients, {anchors} layers of anchors"
     );
 }
 
@@ -826,7 +962,7 @@ fn the_machine_sees_a_schedule_without_any_wait_between_lanes() {
     let case = Case {
         spec: support::spec(3, 16, 17, false),
         config: support::config(32, 2),
-        deferred: Deferred::default(),
+        choice: Choice::default(),
     };
     let plan = keeping(&case, 0);
     let mut schedule = Schedule::train(&plan);

@@ -5,13 +5,16 @@
 //!   the store, states before weights.
 //! - The last blocks go to the device first: their updates come last, so the demotions of their
 //!   gradients and weights have the time of the others' updates.
+//! - Anchors that leave the device are in host. Where it has no room for them beside weights, those
+//!   of the first layers go to the store: they are written and read once a step, as states are, and
+//!   a spilled weight is read twice more.
 //! - The embed tile's weight stays in host as long as it can, since every step gathers rows of it.
 
 use super::{Budgets, Deferred, GradientHome, Home, HostMap, Purpose, TilePlan, extents_bytes};
 use crate::config::RunConfig;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
-use crate::plan::regions::REGION_ALIGN;
+use crate::plan::regions::{REGION_ALIGN, TOO_LARGE};
 use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section};
 
 /// Slabs that a commit is written through: enough that a drive is never without a write.
@@ -32,8 +35,47 @@ pub(super) struct Room {
     pub(super) budgets: Budgets,
     /// What the device has beside its least map.
     pub(super) spare: u64,
-    /// Bytes of host that anchors take.
-    pub(super) anchors: u64,
+    /// Anchors that leave the device.
+    pub(super) anchors: Anchors,
+}
+
+/// Anchors that leave the device between forward and backward.
+#[derive(Clone, Copy)]
+pub(super) struct Anchors {
+    /// Layers 1 to here, inclusive.
+    pub(super) layers: u16,
+    /// Layers 1 to here, inclusive, have them in the store; the others in host.
+    pub(super) stored: u16,
+    /// Bytes of one.
+    pub(super) anchor_bytes: u64,
+    /// Anchors of a layer.
+    pub(super) micros: u64,
+}
+
+impl Anchors {
+    /// Bytes of a layer's, each on its own pages, in host or in the store.
+    fn row_bytes(self) -> u64 {
+        let place = self.anchor_bytes.checked_next_multiple_of(PAGE_BYTES);
+        place.unwrap_or(TOO_LARGE).saturating_mul(self.micros)
+    }
+
+    fn host_bytes(self) -> u64 {
+        u64::from(self.layers - self.stored).saturating_mul(self.row_bytes())
+    }
+
+    fn store_bytes(self) -> u64 {
+        u64::from(self.stored).saturating_mul(self.row_bytes())
+    }
+}
+
+/// A home for everything.
+pub(super) struct Placed {
+    /// Tiles by layer.
+    pub(super) tiles: Vec<TilePlan>,
+    /// Host arena.
+    pub(super) host: HostMap,
+    /// Layers 1 to here, inclusive, have their anchors in the store.
+    pub(super) stored_anchors: u16,
 }
 
 /// Gives every section and gradient a home.
@@ -43,7 +85,7 @@ pub(super) fn place(
     purpose: Purpose,
     deferred: Deferred,
     room: Room,
-) -> Result<(Vec<TilePlan>, HostMap)> {
+) -> Result<Placed> {
     let precision = config.model.precision;
     let present = |section: Section| {
         let wanted = purpose == Purpose::Train || section == Section::Weight;
@@ -119,7 +161,7 @@ fn use_spare(tiles: &[TilePlan], config: &RunConfig, room: Room, weights: bool) 
 }
 
 /// The host's arena with every section that has a home there.
-fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: u64) -> HostMap {
+fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: Anchors) -> HostMap {
     let precision = config.model.precision;
     let page = |bytes: u64| bytes.next_multiple_of(PAGE_BYTES);
     let gradient = |tile: &TilePlan| page(tile.layout.elements * gradient_bytes(config));
@@ -148,8 +190,9 @@ fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: u
     let longest = tiles.iter().map(|tile| tile.layout.elements).max();
     let widest = Section::present(precision).map(|s| s.element_bytes(precision));
     let slab_bytes = (longest.unwrap_or(0).min(EXTENT_ELEMENTS) * widest.max().unwrap_or(4))
-        .next_multiple_of(PAGE_BYTES)
-        .min(EXTENT_BYTES_MAX);
+        .max(anchors.anchor_bytes * u64::from(anchors.layers > 0))
+        .min(EXTENT_BYTES_MAX)
+        .next_multiple_of(PAGE_BYTES);
     let gradients = own + 2 * block_slot + wide_slot;
     let slabs = config.memory.slabs;
     let commit_slabs = match (purpose, config.checkpoint.every) {
@@ -163,11 +206,11 @@ fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: u
         block_slot,
         wide_slot,
         weight_slot,
-        anchors,
+        anchors: anchors.host_bytes(),
         slabs,
         commit_slabs,
         slab_bytes,
-        bytes: homes + gradients + 2 * weight_slot + anchors + rings,
+        bytes: (homes + gradients + 2 * weight_slot + rings).saturating_add(anchors.host_bytes()),
     }
 }
 
@@ -177,63 +220,88 @@ fn spill(
     config: &RunConfig,
     purpose: Purpose,
     room: Room,
-) -> Result<(Vec<TilePlan>, HostMap)> {
+) -> Result<Placed> {
     let precision = config.model.precision;
-    let budgets = room.budgets;
-    let mut host = host_map(&tiles, config, purpose, room.anchors);
-    let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
+    let Room {
+        budgets,
+        mut anchors,
+        ..
+    } = room;
+    let mut host = host_map(&tiles, config, purpose, anchors);
     let mut overflow = host.bytes.saturating_sub(budgets.host);
-    let groups: [&[Section]; 3] = [
-        &[Section::Moment2, Section::Moment1],
-        &[Section::Residual],
-        &[Section::Weight],
-    ];
-    let mut freed = 0;
+    let states: [&[Section]; 2] = [&[Section::Moment2, Section::Moment1], &[Section::Residual]];
     let mut spilled: Vec<(usize, Section)> = Vec::new();
-    for sections in groups {
-        if overflow == 0 {
-            break;
-        }
-        spilled.clear();
-        // Last layers first: the update reads them last.
-        let mut left: Vec<(usize, Section)> = (0..tiles.len())
-            .rev()
-            .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
-            .filter(|(tile, section)| tiles[*tile].homes[*section as usize] == Some(Home::Host))
-            .collect();
-        while overflow > 0 && !left.is_empty() {
-            // The smallest section that ends the overflow, else the next in order.
-            let ending = left
-                .iter()
-                .enumerate()
-                .filter(|(_, (tile, section))| slot(&tiles[*tile], *section) >= overflow)
-                .min_by_key(|(_, (tile, section))| slot(&tiles[*tile], *section))
-                .map(|(index, _)| index);
-            let (tile, section) = left.remove(ending.unwrap_or(0));
-            let bytes = slot(&tiles[tile], section);
-            tiles[tile].homes[section as usize] = Some(Home::Store);
-            spilled.push((tile, section));
-            overflow = overflow.saturating_sub(bytes);
-            freed += bytes;
-        }
+    for sections in states {
+        spill_sections(&mut tiles, sections, precision, &mut overflow, &mut spilled);
     }
-    let room = budgets.host.saturating_sub(host.bytes - freed);
-    freed -= put_back(&mut tiles, spilled, precision, room);
-    host.homes -= freed;
-    host.bytes -= freed;
-    refuse_overflow(&tiles, config, &host, budgets)?;
-    Ok((tiles, host))
+    if overflow > 0 && anchors.layers > anchors.stored {
+        let rows = overflow.div_ceil(anchors.row_bytes().max(1));
+        let left = anchors.layers - anchors.stored;
+        anchors.stored += u16::try_from(rows).map_or(left, |rows| rows.min(left));
+        host = host_map(&tiles, config, purpose, anchors);
+        overflow = host.bytes.saturating_sub(budgets.host);
+    }
+    let weights = [Section::Weight];
+    spill_sections(&mut tiles, &weights, precision, &mut overflow, &mut spilled);
+    let bytes = host_map(&tiles, config, purpose, anchors).bytes;
+    put_back(
+        &mut tiles,
+        spilled,
+        precision,
+        budgets.host.saturating_sub(bytes),
+    );
+    let host = host_map(&tiles, config, purpose, anchors);
+    refuse_overflow(&tiles, config, &host, anchors, budgets)?;
+    Ok(Placed {
+        tiles,
+        host,
+        stored_anchors: anchors.stored,
+    })
+}
+
+/// Spills of `sections` as few as end the overflow. Where anything is, `spilled` names it, and
+/// nothing that was spilled before.
+fn spill_sections(
+    tiles: &mut [TilePlan],
+    sections: &[Section],
+    precision: Precision,
+    overflow: &mut u64,
+    spilled: &mut Vec<(usize, Section)>,
+) {
+    let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
+    // Last layers first: the update reads them last.
+    let mut left: Vec<(usize, Section)> = (0..tiles.len())
+        .rev()
+        .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
+        .filter(|(tile, section)| tiles[*tile].homes[*section as usize] == Some(Home::Host))
+        .collect();
+    if *overflow > 0 && !left.is_empty() {
+        spilled.clear();
+    }
+    while *overflow > 0 && !left.is_empty() {
+        // The smallest section that ends the overflow, else the next in order.
+        let ending = left
+            .iter()
+            .enumerate()
+            .filter(|(_, (tile, section))| slot(&tiles[*tile], *section) >= *overflow)
+            .min_by_key(|(_, (tile, section))| slot(&tiles[*tile], *section))
+            .map(|(index, _)| index);
+        let (tile, section) = left.remove(ending.unwrap_or(0));
+        *overflow = overflow.saturating_sub(slot(&tiles[tile], section));
+        tiles[tile].homes[section as usize] = Some(Home::Store);
+        spilled.push((tile, section));
+    }
 }
 
 /// The section that ended the overflow may have made room for some that went before it. Gives those
-/// of `spilled` that fit into `room` a home in host again; the bytes that they take. Only for the
-/// group that was spilled last: states are spilled before weights.
+/// of `spilled` that fit into `room` a home in host again. Only for the group that was spilled last:
+/// states are spilled before weights.
 fn put_back(
     tiles: &mut [TilePlan],
     mut spilled: Vec<(usize, Section)>,
     precision: Precision,
     room: u64,
-) -> u64 {
+) {
     let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
     spilled.sort_by_key(|(tile, section)| std::cmp::Reverse(slot(&tiles[*tile], *section)));
     let mut taken = 0;
@@ -244,13 +312,13 @@ fn put_back(
             taken += bytes;
         }
     }
-    taken
 }
 
 fn refuse_overflow(
     tiles: &[TilePlan],
     config: &RunConfig,
     host: &HostMap,
+    anchors: Anchors,
     budgets: Budgets,
 ) -> Result<()> {
     if host.bytes > budgets.host {
@@ -260,36 +328,28 @@ fn refuse_overflow(
             budget: budgets.host,
             missing: host.bytes - budgets.host,
             remedy: format!(
-                "with every section spilled, gradients ({} bytes) {}the slab rings ({} bytes) \
+                "with every section spilled, gradients ({} bytes) and the slab rings ({} bytes) \
                  remain: raise memory.host, lower memory.slabs{}",
                 host.gradients,
-                match host.anchors {
-                    0 => String::new(),
-                    bytes => format!("anchors ({bytes} bytes) "),
-                } + "and ",
                 (host.slabs + host.commit_slabs) * host.slab_bytes,
-                match (host.anchors > 0, config.train.max_grad_norm > 0.0) {
-                    (true, false) => " or train.micro_batches, or raise memory.device",
-                    (true, true) => {
-                        " or train.micro_batches, raise memory.device, or set \
-                         train.max_grad_norm = 0 so that gradients need not wait for the norm"
-                    }
-                    (false, true) => {
+                match config.train.max_grad_norm > 0.0 {
+                    true => {
                         ", or set train.max_grad_norm = 0 so that gradients need not wait for the \
                          norm"
                     }
-                    (false, false) => "",
+                    false => "",
                 }
             ),
         });
     }
-    let needed: u64 = tiles
+    let spilled: u64 = tiles
         .iter()
         .flat_map(|tile| {
             tile.spilled()
                 .map(|s| extents_bytes(&tile.layout, s, config.model.precision))
         })
         .sum();
+    let needed = spilled.saturating_add(anchors.store_bytes());
     if needed > budgets.store {
         return Err(Error::Budget {
             tier: "store",
@@ -305,6 +365,11 @@ fn refuse_overflow(
                     "memory.store has no space in {}: make some, name another directory, or raise \
                      memory.host by {needed} bytes",
                     first.path.display()
+                ),
+                _ if anchors.stored > 0 => format!(
+                    "{} bytes of it are anchors: add space to memory.store, raise memory.host or \
+                     memory.device, or lower train.micro_batches or data.seq_len",
+                    anchors.store_bytes()
                 ),
                 _ => "add space to memory.store, or raise memory.host".to_string(),
             },

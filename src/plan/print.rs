@@ -68,10 +68,6 @@ impl Plan {
         let mut pools = vec![
             ("weights under update".to_string(), 2 * host.weight_slot),
             (
-                "anchors between forward and backward".to_string(),
-                host.anchors,
-            ),
-            (
                 format!("{} slabs", host.slabs),
                 host.slabs * host.slab_bytes,
             ),
@@ -114,6 +110,11 @@ impl Plan {
         };
         let parked = shown(self.parked_bytes());
         line(waiting, shown(self.host.gradients), "-".into(), parked);
+        let anchors = (self.host.anchors, self.stored_anchor_bytes());
+        if anchors != (0, 0) {
+            let name = "anchors between forward and backward";
+            line(name, shown(anchors.0), shown(anchors.1), "-".into());
+        }
         for (name, bytes) in self.host_pools() {
             line(&name, shown(bytes), "-".into(), "-".into());
         }
@@ -128,7 +129,7 @@ impl Plan {
             line(name, "-".into(), "-".into(), shown(fixed));
         }
         let device = self.map.bytes + fixed;
-        let totals = (self.host.bytes, self.spilled_bytes, device);
+        let totals = (self.host.bytes, self.store_bytes(), device);
         line("total", shown(totals.0), shown(totals.1), shown(totals.2));
         let budgets = (self.budgets.host, self.budgets.store, self.budgets.device);
         line(
@@ -282,7 +283,7 @@ impl Plan {
                 "slabs": self.host.slabs, "slab_bytes": self.host.slab_bytes,
                 "commit_slabs": self.host.commit_slabs,
             },
-            "store": { "total": self.spilled_bytes },
+            "store": { "total": self.store_bytes(), "anchors": self.stored_anchor_bytes() },
             "device_arena": { "total": self.map.bytes, "parts": parts },
             "device_fixed": self.device.fixed_bytes,
             "checkpoint": { "total": self.checkpoint_bytes },

@@ -10,7 +10,7 @@
 
 use super::{GradientHome, Home, TilePlan};
 use crate::model::ModelSpec;
-use crate::tile::{PAGE_BYTES, Precision, Section, TileLayout};
+use crate::tile::{Precision, Section, TileLayout};
 
 /// Alignment of a region, in bytes.
 pub const REGION_ALIGN: u64 = 256;
@@ -279,7 +279,7 @@ pub struct DeviceShape {
     pub buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     pub kept: u64,
-    /// Layers 1 to here, inclusive, have their anchors in host between forward and backward.
+    /// Layers 1 to here, inclusive, have their anchors elsewhere between forward and backward.
     pub travelling: u16,
     /// Bytes of an activation.
     pub activation_bytes: u64,
@@ -420,7 +420,7 @@ impl DeviceMap {
     /// Offset of the anchor that is the input of layer `layer` (1..=blocks + 1) for `micro`. The
     /// forward-only form computes in place on those of layer 1.
     ///
-    /// Layers have a row each. Where the first t travel to host, layers 1 to t + 2 take turns in
+    /// Layers have a row each. Where those of the first t leave it, layers 1 to t + 2 take turns in
     /// two rows: those of t + 1 and t + 2 are still there when backward comes to them.
     pub fn anchor(&self, layer: u16, micro: u32) -> u64 {
         let row = u64::from(self.anchor_row(layer));
@@ -439,13 +439,6 @@ impl DeviceMap {
             travelling if index < travelling + 2 => index % 2,
             travelling => index - travelling,
         }
-    }
-
-    /// Bytes of host that anchors take.
-    pub fn travelling_bytes(&self) -> u64 {
-        let anchors = u64::from(self.shape.travelling) * self.shape.micros;
-        let place = self.anchor_bytes.checked_next_multiple_of(PAGE_BYTES);
-        anchors.saturating_mul(place.unwrap_or(TOO_LARGE))
     }
 }
 

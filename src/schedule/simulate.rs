@@ -1,7 +1,9 @@
 //! A schedule run against rates: seconds of a step, and the hop that bounds it.
 //!
-//! - Each lane is one server, and so is the store; an action starts when its lane is free and all
-//!   that it is after has ended. The third of three steps is reported: the pipe is full by then.
+//! - Each lane is one server, and so is the store, which serves whoever asks first; an action starts
+//!   when its lane is free and all that it is after has ended. The third of three steps is reported:
+//!   the pipe is full by then.
+//! - An anchor of the store takes the longer of its copy and its disk time, beside the updates'.
 //! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap.
 //! - On the CPU device arithmetic and AdamW share the cores, so a step takes at least their sum.
 //!
@@ -11,7 +13,7 @@ use super::{Action, Buffer, Form, Lane, Schedule};
 use crate::config::RunConfig;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
-use crate::plan::{Budgets, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose};
+use crate::plan::{Budgets, Choice, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose};
 use crate::tile::{Section, TileLayout};
 
 /// What a machine can do, in bytes, FLOPs or parameters a second.
@@ -181,13 +183,19 @@ fn travel_work(plan: &Plan, action: Action) -> Work {
         let layout = &plan.tiles[usize::from(layer)].layout;
         layout.section_bytes(Section::Weight, plan.precision)
     };
+    let stored = |layer: u16| match layer <= plan.stored_anchors {
+        true => plan.map.anchor_bytes,
+        false => 0,
+    };
     match action {
-        Action::DemoteAnchor { .. } => Work {
+        Action::DemoteAnchor { layer, .. } => Work {
             demote: plan.map.anchor_bytes,
+            write: stored(layer),
             ..Work::default()
         },
-        Action::PromoteAnchor { .. } => Work {
+        Action::PromoteAnchor { layer, .. } => Work {
             promote: plan.map.anchor_bytes,
+            read: stored(layer),
             ..Work::default()
         },
         Action::DemoteWeight { layer, .. } => Work {
@@ -237,9 +245,12 @@ fn compute_work(plan: &Plan, action: Action) -> Work {
     }
 }
 
-/// The plan of a training run with its prediction. Without clipping, and where arithmetic and AdamW
-/// do not share cores, as many updates run under the next forward as make the step shortest: none
-/// unless that saves a hundredth, since gradients that wait take memory.
+/// The plan of a training run with its prediction, chosen by predicted seconds: a choice that costs
+/// memory or moves more is taken only where it saves a hundredth.
+///
+/// Without clipping, and where arithmetic and AdamW do not share cores, so many updates run under
+/// the next forward. Where tiles are spilled and anchors leave the device, so many of these are in
+/// the store in their place: their writes come in forward and their reads in backward.
 pub fn fastest(
     spec: &ModelSpec,
     config: &RunConfig,
@@ -247,35 +258,51 @@ pub fn fastest(
     budgets: Budgets,
     rates: &Rates,
 ) -> Result<(Plan, Prediction)> {
-    let plan = |deferred| {
-        let plan = Plan::deferring(spec, config, device, budgets, Purpose::Train, deferred)?;
+    let plan = |choice| {
+        let plan = Plan::choosing(spec, config, device, budgets, Purpose::Train, choice)?;
         let prediction = simulate(&plan, &Schedule::train(&plan), rates);
         Ok::<_, Error>((plan, prediction))
     };
-    let mut best = plan(Deferred::default())?;
-    if best.0.clipping || rates.shared_cores {
-        return Ok(best);
-    }
+    let mut best = plan(Choice::default())?;
+    let mut choice = Choice::default();
     const TRIALS: u16 = 8;
-    let layers = spec.layer_count();
     let counts = |most: u16| (0..=TRIALS).map(move |trial| most * trial / TRIALS);
-    for (first, last) in counts(layers).flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
-        // Gradients that find no room make a plan worse, or none.
-        let Ok(other) = plan(Deferred { first, last }) else {
-            continue;
-        };
-        let spills_more = other.0.spilled_bytes > best.0.spilled_bytes;
-        if !spills_more && other.1.step_seconds < best.1.step_seconds * 0.99 {
-            best = other;
+    let faster = |a: &Prediction, b: &Prediction| a.step_seconds < b.step_seconds * 0.99;
+    if !best.0.clipping && !rates.shared_cores {
+        let layers = spec.layer_count();
+        for (first, last) in counts(layers).flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
+            let deferred = Deferred { first, last };
+            // Gradients that find no room make a plan worse, or none.
+            let Ok(other) = plan(Choice { deferred, ..choice }) else {
+                continue;
+            };
+            if other.0.store_bytes() <= best.0.store_bytes() && faster(&other.1, &best.1) {
+                best = other;
+                choice.deferred = deferred;
+            }
+        }
+    }
+    if best.0.spilled_bytes > 0 {
+        for stored_anchors in counts(best.0.map.shape.travelling) {
+            // The store may have no room for whole layers of them.
+            let other = plan(Choice {
+                stored_anchors,
+                ..choice
+            });
+            best = match other {
+                Ok(other) if faster(&other.1, &best.1) => other,
+                _ => best,
+            };
         }
     }
     Ok(best)
 }
 
+/// Steps that are run: the pipe is full in the last.
+const STEPS: usize = 3;
+
 /// Runs three steps of the schedule and reports the last.
 pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
-    const STEPS: usize = 3;
-    let count = schedule.actions.len();
     let works: Vec<Work> = schedule
         .actions
         .iter()
@@ -297,40 +324,7 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
         prediction.store_seconds += disk_seconds(work, rates);
         prediction.update_seconds += work.parameters as f64 / rates.adamw;
     }
-    let mut ended = vec![vec![0.0f64; count]; STEPS];
-    let mut free = [0.0f64; Lane::ALL.len()];
-    let mut store_free = 0.0f64;
-    let mut step_end = [0.0f64; STEPS];
-    for step in 0..STEPS {
-        for (index, scheduled) in schedule.actions.iter().enumerate() {
-            let lane = scheduled.lane as usize;
-            let mut start = free[lane];
-            for after in &scheduled.after {
-                let other = if after.previous {
-                    step.checked_sub(1)
-                } else {
-                    Some(step)
-                };
-                start = other.map_or(start, |s| start.max(ended[s][after.action as usize]));
-            }
-            let work = &works[index];
-            let disk = disk_seconds(work, rates);
-            let lane_seconds = work.flops / rates.gemm
-                + work.promote as f64 / rates.promote
-                + work.demote as f64 / rates.demote
-                + work.parameters as f64 / rates.adamw;
-            let mut end = start + lane_seconds;
-            if disk > 0.0 {
-                store_free = store_free.max(start) + disk;
-                end = end.max(store_free);
-            }
-            free[lane] = end;
-            ended[step][index] = end;
-            if scheduled.lane == Lane::Compute {
-                step_end[step] = end;
-            }
-        }
-    }
+    let step_end = clock(schedule, &works, rates);
     let pipelined = if schedule.form == Form::Train {
         step_end[STEPS - 1] - step_end[STEPS - 2]
     } else {
@@ -338,6 +332,52 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
     };
     prediction.step_seconds = pipelined.max(prediction.light_seconds(rates.shared_cores));
     prediction
+}
+
+/// When the compute lane has ended each step. Of all lanes, that goes on whose next action can start
+/// first, so that the store is given out in the order in which it is asked for.
+fn clock(schedule: &Schedule, works: &[Work], rates: &Rates) -> [f64; STEPS] {
+    const WAITS: f64 = f64::INFINITY;
+    let lanes = Lane::ALL.map(|lane| schedule.lane(lane).collect::<Vec<usize>>());
+    let mut ended = vec![[WAITS; STEPS]; schedule.actions.len()];
+    let mut done = [0usize; Lane::ALL.len()];
+    let mut free = [0.0f64; Lane::ALL.len()];
+    let mut store_free = 0.0f64;
+    let mut step_end = [0.0f64; STEPS];
+    let start = |lane: usize, done: usize, free: f64, ended: &[[f64; STEPS]]| {
+        let step = done.checked_div(lanes[lane].len()).filter(|s| *s < STEPS)?;
+        let index = lanes[lane][done % lanes[lane].len()];
+        let after = schedule.actions[index].after.iter();
+        let of = |after: &super::After| match step.checked_sub(usize::from(after.previous)) {
+            Some(step) => ended[after.action as usize][step],
+            None => 0.0,
+        };
+        Some((after.map(of).fold(free, f64::max), lane, step, index))
+    };
+    loop {
+        let next = (0..lanes.len()).filter_map(|l| start(l, done[l], free[l], &ended));
+        let Some((start, lane, step, index)) = next.min_by(|a, b| a.0.total_cmp(&b.0)) else {
+            return step_end;
+        };
+        assert!(start < WAITS, "a schedule does not wait in a circle");
+        let work = &works[index];
+        let disk = disk_seconds(work, rates);
+        let mut end = start
+            + work.flops / rates.gemm
+            + work.promote as f64 / rates.promote
+            + work.demote as f64 / rates.demote
+            + work.parameters as f64 / rates.adamw;
+        if disk > 0.0 {
+            store_free = store_free.max(start) + disk;
+            end = end.max(store_free);
+        }
+        done[lane] += 1;
+        free[lane] = end;
+        ended[index][step] = end;
+        if schedule.actions[index].lane == Lane::Compute {
+            step_end[step] = end;
+        }
+    }
 }
 
 fn disk_seconds(work: &Work, rates: &Rates) -> f64 {

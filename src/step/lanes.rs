@@ -131,9 +131,10 @@ pub(super) fn await_turn(shared: &Shared, lane: Lane, pass: &Pass, index: usize)
             return false;
         }
         let cause = match (lane, pass.action(after.action as usize)) {
-            (Lane::Compute, Action::Demote { .. } | Action::DemoteAnchor { .. }) => {
-                Some(Wait::ComputeForDemote)
+            (Lane::Compute, Action::DemoteAnchor { .. } | Action::PromoteAnchor { .. }) => {
+                Some(Wait::ComputeForAnchors)
             }
+            (Lane::Compute, Action::Demote { .. }) => Some(Wait::ComputeForDemote),
             (Lane::Compute, _) => Some(Wait::ComputeForWeights),
             (Lane::Up, Action::Update { .. }) => Some(Wait::PromoteForUpdate),
             _ => None,
@@ -166,8 +167,7 @@ impl Shared {
             }
             Action::PromoteAnchor { layer, micro } => {
                 let anchor = self.anchor(pass, layer, micro);
-                self.tiers.promote_anchor(layer, micro, anchor);
-                Ok(())
+                self.tiers.promote_anchor(layer, micro, anchor)
             }
             Action::Promote {
                 layer,
@@ -207,7 +207,7 @@ impl Shared {
             Action::DemoteWeight { layer, slot } => self.tiers.demote_weight(layer, slot),
             Action::DemoteAnchor { layer, micro } => {
                 let anchor = self.anchor(pass, layer, micro);
-                self.tiers.demote_anchor(layer, micro, anchor);
+                self.tiers.demote_anchor(layer, micro, anchor)?;
             }
             other => unreachable!("{other:?} is not an action of the down lane"),
         }

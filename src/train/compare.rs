@@ -38,7 +38,9 @@ impl Comparison {
         }
         let moved = &report.moved;
         let waited = |wait: Wait| moved.waits[wait as usize];
-        let waits = waited(Wait::ComputeForWeights) + waited(Wait::ComputeForDemote);
+        let waits = waited(Wait::ComputeForWeights)
+            + waited(Wait::ComputeForDemote)
+            + waited(Wait::ComputeForAnchors);
         self.steps += 1;
         self.step += report.step_seconds;
         self.compute += (report.step_seconds - waits).max(0.0);

@@ -13,12 +13,12 @@ use crate::measure::profile::Profile;
 use crate::model::ModelSpec;
 use crate::optimizer::Isa;
 use crate::plan::regions::{DeviceMap, DeviceShape};
-use crate::plan::{Budgets, DeviceProfile, Plan, TilePlan};
+use crate::plan::{Budgets, DeviceProfile, Plan};
 use crate::stats::Stats;
 use crate::step::Engine;
-use crate::store::{Scratch, StoredSection, Stripe};
+use crate::store::{Scratch, Stripe};
 use crate::tile::Precision;
-use crate::transfer::Tiers;
+use crate::transfer::{self, Tiers};
 
 /// The device that `--device` names, and a sentence that says which and why: `cpu`, `cuda:N`, or
 /// `auto`, the first card where there is one with its libraries, else the CPU.
@@ -228,11 +228,7 @@ pub fn build_engine(
     let slabs = usize::try_from(plan.host.slabs).expect("slabs are capped");
     let ring = cutter.cut_ring(slabs, plan.host.slab_bytes);
     let store = if plan.spills() {
-        let of = |tile: &TilePlan| {
-            let stored = |section| StoredSection::of(&tile.layout, section, plan.precision);
-            tile.spilled().map(stored).collect::<Vec<_>>()
-        };
-        let sections: Vec<StoredSection> = plan.tiles.iter().flat_map(of).collect();
+        let sections = transfer::stored(&plan);
         let engine = config.memory.io_engine;
         let profile = config.memory.profile.as_deref();
         let measured = profile.map(Profile::read).transpose()?;

@@ -209,5 +209,6 @@ fn write_master(section: Section, master: &[f32], bytes: &mut [u8]) {
             }
         }
         (Section::Moment1 | Section::Moment2, _) => bytes.fill(0),
+        (Section::Anchor, _) => unreachable!("an anchor is no section of a tile"),
     }
 }

@@ -52,7 +52,7 @@ enum Place {
     HeadBuffer,
     /// By row and micro-batch.
     Anchor(u16, u32),
-    /// An anchor in host.
+    /// An anchor in host or in the store.
     HostAnchor(u16, u32),
     Kept(u32),
     BlockSum(u32),
@@ -611,7 +611,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// A block's anchor, to host and back.
+    /// A block's anchor, away from the device and back.
     fn accesses_of_anchors(&self, (step, index): At) -> Accesses {
         use Access::{Reads, Turns, Writes};
         let row = self.anchor_place();
