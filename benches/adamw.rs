@@ -11,7 +11,7 @@ use std::time::Instant;
 use rayon::prelude::*;
 use terrace::host::{HostArena, Lease};
 use terrace::optimizer::{
-    AdamwStep, GradientSpan, Isa, PIECE_ELEMENTS, WeightSpan, adamw_parallel,
+    AdamwStep, GradientSpan, Isa, MomentSpan, PIECE_ELEMENTS, WeightSpan, adamw_parallel,
 };
 
 /// Bytes of a parameter in memory: weight, residual, two moments, bf16 gradient.
@@ -70,8 +70,11 @@ fn run_update(isa: Isa, sections: &mut [Lease; 5], t: u64) {
         residual: residual.as_mut_slice(),
     };
     let gradient = GradientSpan::Bf16(gradient.as_slice());
-    let (moment1, moment2) = (moment1.as_mut_slice(), moment2.as_mut_slice());
-    adamw_parallel(isa, &step, count / 2, weight, moment1, moment2, gradient);
+    let moments = MomentSpan::F32 {
+        moment1: moment1.as_mut_slice(),
+        moment2: moment2.as_mut_slice(),
+    };
+    adamw_parallel(isa, &step, count / 2, weight, moments, gradient);
 }
 
 /// Adds 0 to every 32-bit word, section after section, so that the update finds its numbers again.

@@ -231,7 +231,7 @@ impl Checkpoints {
     ) -> Result<Checkpoints> {
         let directory = checkpoint_dir(config);
         let store_spec = Spec {
-            model_hash: model_hash(spec, config.model.precision),
+            model_hash: model_hash(spec, config.precision()),
             keep: config.checkpoint.keep,
             sections: sections_of(tiers),
             engine: config.memory.io_engine,
@@ -542,7 +542,7 @@ impl CommittedWeights {
             };
             let weight = read(Section::Weight)?;
             match precision {
-                Precision::Bf16 => {
+                Precision::Bf16 | Precision::Bf16Moments => {
                     let residual = read(Section::Residual)?;
                     let (weight, residual) = (weight.as_slice::<u16>(), residual.as_slice::<i16>());
                     let pairs = weight[inside.clone()].iter().zip(&residual[inside]);

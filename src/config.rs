@@ -22,7 +22,7 @@ pub use parse::{Class, Difference, commented_template};
 
 use std::path::PathBuf;
 
-use crate::tile::{GradientDtype, Precision};
+use crate::tile::{GradientDtype, MomentDtype, Precision};
 
 /// A byte count that a person wrote, or `"auto"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +51,13 @@ pub enum WeightInit {
     Pretrained,
     /// Random, from `train.seed`; `model.path` needs only a config.json.
     Random,
+}
+
+/// `[optimizer]`
+#[derive(Clone, Debug, PartialEq)]
+pub struct OptimizerConfig {
+    /// Format of AdamW's moments.
+    pub moments: MomentDtype,
 }
 
 /// How the rows of a dataset are read.
@@ -279,12 +286,24 @@ pub struct RunConfig {
     pub data: DataConfig,
     /// `[train]`
     pub train: TrainConfig,
+    /// `[optimizer]`
+    pub optimizer: OptimizerConfig,
     /// `[memory]`
     pub memory: MemoryConfig,
     /// `[checkpoint]`
     pub checkpoint: CheckpointConfig,
     /// `[log]`
     pub log: LogConfig,
+}
+
+impl RunConfig {
+    /// Formats of weights, master and moments.
+    pub fn precision(&self) -> Precision {
+        match (self.model.precision, self.optimizer.moments) {
+            (Precision::Bf16, MomentDtype::Bf16) => Precision::Bf16Moments,
+            (precision, _) => precision,
+        }
+    }
 }
 
 impl Default for RunConfig {
@@ -326,6 +345,9 @@ impl Default for RunConfig {
                 gradient_dtype: GradientDtype::Bf16,
                 eval_every: 0,
                 seed: 0,
+            },
+            optimizer: OptimizerConfig {
+                moments: MomentDtype::F32,
             },
             memory: MemoryConfig {
                 device: Size::Auto,

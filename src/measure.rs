@@ -30,7 +30,9 @@ use rayon::prelude::*;
 use crate::device::{Device, View};
 use crate::error::Result;
 use crate::host::{HostArena, Lease};
-use crate::optimizer::{self, AdamwStep, GradientSpan, Isa, PIECE_ELEMENTS, WeightSpan};
+use crate::optimizer::{
+    self, AdamwStep, GradientSpan, Isa, MomentSpan, PIECE_ELEMENTS, WeightSpan,
+};
 use crate::plan::DeviceProfile;
 use crate::schedule::simulate::Rates;
 use crate::tile::PAGE_BYTES;
@@ -141,8 +143,11 @@ fn measure_adamw(count: usize, times: u32) -> Result<AdamwRates> {
             residual: residual.as_mut_slice(),
         };
         let gradient = GradientSpan::Bf16(gradient.as_slice());
-        let (moment1, moment2) = (moment1.as_mut_slice(), moment2.as_mut_slice());
-        optimizer::adamw_parallel(isa, &step, count, span, moment1, moment2, gradient);
+        let moments = MomentSpan::F32 {
+            moment1: moment1.as_mut_slice(),
+            moment2: moment2.as_mut_slice(),
+        };
+        optimizer::adamw_parallel(isa, &step, count, span, moments, gradient);
     });
     let stream_seconds = fastest_seconds(times, || leases.iter_mut().for_each(stream));
     Ok(AdamwRates {

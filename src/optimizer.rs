@@ -1,7 +1,8 @@
 //! The optimizer: AdamW over spans of host tiles, clipping, and the learning rate of a step.
 //!
 //! - One fused pass: weight, moments and gradient are each read once, all but the gradient written
-//!   once; 26 bytes of traffic a parameter with a split master and bf16 gradients.
+//!   once; 26 bytes of traffic a parameter with a split master and bf16 gradients, 18 with bf16
+//!   moments too.
 //! - The order of operations and every fused multiply-add is fixed (see [`adamw`]), and one source
 //!   is compiled for each [`Isa`]: scalar, AVX2 and AVX-512 give the same bits. Subnormals are
 //!   kept.
@@ -10,12 +11,15 @@
 //!   checks nothing but lengths.
 //!
 //! It does not compute norms (the device does, from its fp32 accumulator), wait for anything or
-//! know where a tile lives. Kernels are in [`sweep`], schedules in [`rate`].
+//! know where a tile lives. Kernels are in [`sweep`], schedules in [`rate`], the rounding of bf16
+//! moments in [`rounding`].
 
 pub mod rate;
+pub mod rounding;
 mod sweep;
 
 pub use rate::learning_rate;
+pub use rounding::Rounding;
 
 use std::ops::Range;
 
@@ -81,6 +85,8 @@ impl std::fmt::Display for Isa {
 /// The numbers of one step's update: computed once, in f64, then rounded to f32.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamwStep {
+    /// The step, counted from 1.
+    pub t: u64,
     /// 1 − rate·weight_decay: what a decayed weight is multiplied by.
     pub keep: f32,
     /// 1 − beta1.
@@ -115,15 +121,16 @@ impl AdamwStep {
     ) -> AdamwStep {
         assert!(t >= 1, "steps of an update are counted from 1");
         let [beta1, beta2] = betas;
-        let t = t as f64;
+        let power = |beta: f64| beta.powf(t as f64);
         AdamwStep {
+            t,
             keep: (1.0 - rate * weight_decay) as f32,
             one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
             one_minus_beta2: (1.0 - beta2) as f32,
             eps: eps as f32,
-            step_size: (rate / (1.0 - beta1.powf(t))) as f32,
-            inv_sqrt_bias2: 1.0 / (1.0 - beta2.powf(t)).sqrt() as f32,
+            step_size: (rate / (1.0 - power(beta1))) as f32,
+            inv_sqrt_bias2: 1.0 / (1.0 - power(beta2)).sqrt() as f32,
             grad_scale,
         }
     }
@@ -178,6 +185,77 @@ impl<'a> WeightSpan<'a> {
     }
 }
 
+/// Moments of a span.
+#[derive(Debug)]
+pub enum MomentSpan<'a> {
+    /// f32: exact.
+    F32 {
+        /// First moment.
+        moment1: &'a mut [f32],
+        /// Second moment.
+        moment2: &'a mut [f32],
+    },
+    /// bf16 bits. The weight is updated with the moments before they are rounded.
+    Bf16 {
+        /// First moment.
+        moment1: &'a mut [u16],
+        /// Second moment.
+        moment2: &'a mut [u16],
+        /// How both are rounded, from the span's first element on.
+        rounding: Rounding,
+    },
+}
+
+impl<'a> MomentSpan<'a> {
+    /// Elements.
+    ///
+    /// # Panics
+    /// If the two differ in length.
+    pub fn count(&self) -> usize {
+        let (count1, count2) = match self {
+            MomentSpan::F32 { moment1, moment2 } => (moment1.len(), moment2.len()),
+            MomentSpan::Bf16 {
+                moment1, moment2, ..
+            } => (moment1.len(), moment2.len()),
+        };
+        assert_eq!(count1, count2, "moment2 of another length");
+        count1
+    }
+
+    fn split_at(self, index: usize) -> (MomentSpan<'a>, MomentSpan<'a>) {
+        match self {
+            MomentSpan::F32 { moment1, moment2 } => {
+                let (moment1, rest1) = moment1.split_at_mut(index);
+                let (moment2, rest2) = moment2.split_at_mut(index);
+                let rest = MomentSpan::F32 {
+                    moment1: rest1,
+                    moment2: rest2,
+                };
+                (MomentSpan::F32 { moment1, moment2 }, rest)
+            }
+            MomentSpan::Bf16 {
+                moment1,
+                moment2,
+                rounding,
+            } => {
+                let (moment1, rest1) = moment1.split_at_mut(index);
+                let (moment2, rest2) = moment2.split_at_mut(index);
+                let rest = MomentSpan::Bf16 {
+                    moment1: rest1,
+                    moment2: rest2,
+                    rounding: rounding.skip(index),
+                };
+                let first = MomentSpan::Bf16 {
+                    moment1,
+                    moment2,
+                    rounding,
+                };
+                (first, rest)
+            }
+        }
+    }
+}
+
 /// Gradients of a span.
 #[derive(Clone, Copy, Debug)]
 pub enum GradientSpan<'a> {
@@ -213,38 +291,37 @@ impl<'a> GradientSpan<'a> {
 /// Everything that an update reads and writes, of equal lengths.
 struct Span<'a> {
     weight: WeightSpan<'a>,
-    moment1: &'a mut [f32],
-    moment2: &'a mut [f32],
+    moments: MomentSpan<'a>,
     gradient: GradientSpan<'a>,
 }
 
 impl<'a> Span<'a> {
     fn new(
         weight: WeightSpan<'a>,
-        moment1: &'a mut [f32],
-        moment2: &'a mut [f32],
+        moments: MomentSpan<'a>,
         gradient: GradientSpan<'a>,
     ) -> Span<'a> {
         let count = weight.count();
-        assert_eq!(moment1.len(), count, "moment1 of another length");
-        assert_eq!(moment2.len(), count, "moment2 of another length");
+        assert_eq!(moments.count(), count, "moments of another length");
         assert_eq!(gradient.count(), count, "gradient of another length");
         Span {
             weight,
-            moment1,
-            moment2,
+            moments,
             gradient,
         }
     }
 
+    fn count(&self) -> usize {
+        self.gradient.count()
+    }
+
     fn split_at(self, index: usize) -> (Span<'a>, Span<'a>) {
         let (weight, weight_rest) = self.weight.split_at(index);
-        let (moment1, moment1_rest) = self.moment1.split_at_mut(index);
-        let (moment2, moment2_rest) = self.moment2.split_at_mut(index);
+        let (moments, moments_rest) = self.moments.split_at(index);
         let (gradient, gradient_rest) = self.gradient.split_at(index);
         (
-            Span::new(weight, moment1, moment2, gradient),
-            Span::new(weight_rest, moment1_rest, moment2_rest, gradient_rest),
+            Span::new(weight, moments, gradient),
+            Span::new(weight_rest, moments_rest, gradient_rest),
         )
     }
 }
@@ -263,7 +340,8 @@ impl<'a> Span<'a> {
 ///
 /// This is torch.optim.AdamW's own order, but for one division less (benches/adamw.rs): moments
 /// come out with its bits, weights within 1 ulp of the largest term where the weight is that term.
-/// A split master is joined before and split after, exactly. Gradients must have been found
+/// A split master is joined before and split after, exactly. bf16 moments are widened before and
+/// rounded after (see [`rounding`]); the weight has had the moments as they were computed. Gradients must have been found
 /// finite; then only a moment or a weight that overflows f32 can become anything else.
 ///
 /// # Panics
@@ -273,17 +351,11 @@ pub fn adamw(
     step: &AdamwStep,
     decayed: usize,
     weight: WeightSpan<'_>,
-    moment1: &mut [f32],
-    moment2: &mut [f32],
+    moments: MomentSpan<'_>,
     gradient: GradientSpan<'_>,
 ) {
     assert!(isa.available(), "this processor has no {isa}");
-    update(
-        isa,
-        step,
-        decayed,
-        Span::new(weight, moment1, moment2, gradient),
-    );
+    update(isa, step, decayed, Span::new(weight, moments, gradient));
 }
 
 /// [`adamw`] on all threads of rayon's current pool, in pieces of at most [`PIECE_ELEMENTS`].
@@ -295,36 +367,28 @@ pub fn adamw_parallel(
     step: &AdamwStep,
     decayed: usize,
     weight: WeightSpan<'_>,
-    moment1: &mut [f32],
-    moment2: &mut [f32],
+    moments: MomentSpan<'_>,
     gradient: GradientSpan<'_>,
 ) {
     assert!(isa.available(), "this processor has no {isa}");
-    update_pieces(
-        isa,
-        step,
-        decayed,
-        Span::new(weight, moment1, moment2, gradient),
-    );
+    update_pieces(isa, step, decayed, Span::new(weight, moments, gradient));
 }
 
 /// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap.
 ///
 /// # Panics
 /// As [`adamw`], or if a range leaves the span.
-#[expect(clippy::too_many_arguments, reason = "as adamw, with the ranges")]
 pub fn adamw_ranges(
     isa: Isa,
     step: &AdamwStep,
     decayed: usize,
     weight: WeightSpan<'_>,
-    moment1: &mut [f32],
-    moment2: &mut [f32],
+    moments: MomentSpan<'_>,
     gradient: GradientSpan<'_>,
     ranges: &[Range<usize>],
 ) {
     assert!(isa.available(), "this processor has no {isa}");
-    let span = Span::new(weight, moment1, moment2, gradient);
+    let span = Span::new(weight, moments, gradient);
     update_ranges(isa, step, decayed, span, 0, ranges);
 }
 
@@ -365,7 +429,7 @@ fn update_ranges(
 }
 
 fn update_pieces(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {
-    let count = span.moment1.len();
+    let count = span.count();
     if count <= PIECE_ELEMENTS {
         return update(isa, step, decayed, span);
     }
@@ -378,10 +442,10 @@ fn update_pieces(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {
 }
 
 fn update(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {
-    let decayed = decayed.min(span.moment1.len());
+    let decayed = decayed.min(span.count());
     let (first, rest) = span.split_at(decayed);
     for (keep, part) in [(step.keep, first), (1.0, rest)] {
-        if !part.moment1.is_empty() {
+        if part.count() > 0 {
             sweep::run(isa, step, keep, part);
         }
     }

@@ -199,8 +199,10 @@ pub struct Plan {
     pub device: DeviceProfile,
     /// Budgets it was made for.
     pub budgets: Budgets,
-    /// Format of weights and master.
+    /// Formats of weights, master and moments.
     pub precision: Precision,
+    /// What the rounding of bf16 moments draws from: the run's seed.
+    pub seed: u64,
     /// Tiles by layer.
     pub tiles: Vec<TilePlan>,
     /// Layers 1 to here, inclusive, have their anchors in the store between forward and backward:
@@ -316,7 +318,7 @@ impl Plan {
         choice: Choice,
     ) -> Result<Plan> {
         let clipping = config.train.max_grad_norm > 0.0;
-        let precision = config.model.precision;
+        let precision = config.precision();
         let deferred = match purpose {
             Purpose::Forward => Deferred::default(),
             Purpose::Train if clipping => Deferred::ALL,
@@ -364,6 +366,7 @@ impl Plan {
             device: device.clone(),
             budgets,
             precision,
+            seed: config.train.seed,
             tiles,
             stored_anchors,
             host,
@@ -485,8 +488,8 @@ fn least_device(
         kept: 0,
         travelling: 0,
         activation_bytes: device.activation_bytes,
-        converts_weights: device.converts_bf16 && config.model.precision == Precision::Bf16,
-        precision: config.model.precision,
+        converts_weights: device.converts_bf16 && config.precision() != Precision::Fp32,
+        precision: config.precision(),
         gradient_bytes: homes::gradient_bytes(config),
         trains: purpose == Purpose::Train,
     };

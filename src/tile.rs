@@ -29,7 +29,7 @@ const _: () = assert!(
     "an extent of bf16 is whole pages"
 );
 
-/// Numeric format of a run's weights and master.
+/// Numeric formats of a run's weights, master and moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -37,6 +37,17 @@ pub enum Precision {
     Bf16,
     /// f32 weights, no residual.
     Fp32,
+    /// As [`Precision::Bf16`], with bf16 moments: 8 bytes a parameter, and inexact.
+    Bf16Moments,
+}
+
+/// Numeric format of AdamW's moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MomentDtype {
+    /// Exact.
+    F32,
+    /// Rounded stochastically each step.
+    Bf16,
 }
 
 /// Numeric format of gradients on their way from the device to the optimizer.
@@ -83,9 +94,9 @@ pub enum Section {
     Weight = 0,
     /// i16: what the bf16 weight lacks of the fp32 master. Absent under [`Precision::Fp32`].
     Residual = 1,
-    /// f32: AdamW's first moment.
+    /// AdamW's first moment: f32, or bf16 under [`Precision::Bf16Moments`].
     Moment1 = 2,
-    /// f32: AdamW's second moment.
+    /// AdamW's second moment, in the first one's format.
     Moment2 = 3,
     /// A layer's input for one micro-batch, which is the tile's part, between forward and backward:
     /// in words of four bytes, whatever the device computes in. Never in a checkpoint.
@@ -104,9 +115,10 @@ impl Section {
     /// Bytes of an element; 0 where the section is absent.
     pub fn element_bytes(self, precision: Precision) -> u64 {
         match (self, precision) {
-            (Section::Weight, Precision::Bf16) | (Section::Residual, Precision::Bf16) => 2,
             (Section::Residual, Precision::Fp32) => 0,
             (Section::Weight, Precision::Fp32) => 4,
+            (Section::Weight | Section::Residual, _) => 2,
+            (Section::Moment1 | Section::Moment2, Precision::Bf16Moments) => 2,
             (Section::Moment1 | Section::Moment2 | Section::Anchor, _) => 4,
         }
     }

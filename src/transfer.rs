@@ -338,7 +338,7 @@ impl Tiers {
         let width = Section::Weight.element_bytes(self.precision);
         let row_bytes = hidden * width;
         let dtype = match self.precision {
-            Precision::Bf16 => Dtype::Bf16,
+            Precision::Bf16 | Precision::Bf16Moments => Dtype::Bf16,
             Precision::Fp32 => Dtype::F32,
         };
         if let Some(home) = self.home(0, Section::Weight) {

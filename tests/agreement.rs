@@ -574,6 +574,11 @@ fn fp32_tied() {
 }
 
 #[test]
+fn bf16_moments() {
+    agree_for(Precision::Bf16Moments, true);
+}
+
+#[test]
 fn bf16_with_f32_gradients() {
     let numbers = Numbers {
         gradients: GradientDtype::F32,
@@ -602,9 +607,11 @@ fn sections_of_several_extents_stream_alike() {
             ..spilled(Spilled::All)
         },
     ];
-    for (tied, precision, max_grad_norm) in
-        [(true, Precision::Bf16, 0.5), (false, Precision::Fp32, 0.0)]
-    {
+    for (tied, precision, max_grad_norm) in [
+        (true, Precision::Bf16, 0.5),
+        (false, Precision::Fp32, 0.0),
+        (true, Precision::Bf16Moments, 0.0),
+    ] {
         let numbers = Numbers {
             tied,
             precision,

@@ -11,7 +11,7 @@ use terrace::config::{
     Class, DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, Size, StorePath, WeightInit,
     commented_template, json_schema,
 };
-use terrace::tile::{GradientDtype, Precision};
+use terrace::tile::{GradientDtype, MomentDtype, Precision};
 
 const LEAST: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n[train]\nsteps = 10\n";
 
@@ -135,6 +135,7 @@ fn each_bad_line_is_refused_by_name() {
         ("train", "betas = 0.9", betas("0.9")),
         ("train", "schedule = \"cosin\"", "one of \"constant\", \"linear\", \"cosine\", \"wsd\", got \"cosin\"; correct it, or leave it out for the default \"cosine\"".into()),
         ("train", "gradient_dtype = \"fp16\"", "one of \"bf16\", \"f32\", got \"fp16\"; correct it, or leave it out for the default \"bf16\"".into()),
+        ("optimizer", "moments = \"fp16\"", "one of \"f32\", \"bf16\", got \"fp16\"; correct it, or leave it out for the default \"f32\"".into()),
         ("model", "precision = \"fp16\"", "one of \"bf16\", \"fp32\", got \"fp16\"; correct it, or leave it out for the default \"bf16\"".into()),
         ("model", "init = 1", "one of \"pretrained\", \"random\", got 1; correct it, or leave it out for the default \"pretrained\"".into()),
         ("model", "path = \"\"", "a path in quotes, got \"\"; correct it".into()),
@@ -235,13 +236,13 @@ fn unknown_keys_and_tables_name_the_nearest() {
         ),
         (
             "steps = 4\n",
-            "a.toml line 1: expected a table (model, data, train, memory, checkpoint, log), got \
-             steps; write it under [train]",
+            "a.toml line 1: expected a table (model, data, train, optimizer, memory, checkpoint, \
+             log), got steps; write it under [train]",
         ),
         (
             "[memmory]\n",
-            "a.toml line 1: expected a table (model, data, train, memory, checkpoint, log), got \
-             memmory; did you mean [memory]?",
+            "a.toml line 1: expected a table (model, data, train, optimizer, memory, checkpoint, \
+             log), got memmory; did you mean [memory]?",
         ),
         (
             "log = 3\n",
@@ -298,8 +299,8 @@ fn bad_sets_name_themselves() {
         ),
         (
             "lag.dir=x",
-            "--set lag.dir: expected a table (model, data, train, memory, checkpoint, log), got \
-             lag; did you mean [log]?",
+            "--set lag.dir: expected a table (model, data, train, optimizer, memory, checkpoint, \
+             log), got lag; did you mean [log]?",
         ),
         (
             "memory.host=24",
@@ -379,6 +380,11 @@ fn keys_that_do_not_go_together_are_refused() {
             LEAST,
             &["model.precision=fp32", "train.gradient_dtype=bf16"],
             "--set train.gradient_dtype: expected \"f32\" under model.precision \"fp32\", got \"bf16\"; leave it out, or use precision \"bf16\"",
+        ),
+        (
+            LEAST,
+            &["model.precision=fp32", "optimizer.moments=bf16"],
+            "--set optimizer.moments: expected \"f32\" under model.precision \"fp32\", got \"bf16\"; leave it out, or use precision \"bf16\"",
         ),
         (
             LEAST,
@@ -514,6 +520,7 @@ fn a_resumed_run_may_change_only_what_leaves_it_the_same_run() {
                 "train.micro_batch=2",
                 "train.micro_batches=2",
                 "train.gradient_dtype=f32",
+                "optimizer.moments=bf16",
             ],
         ),
     ] {
@@ -588,6 +595,7 @@ prop_compose! {
             config.model.init = WeightInit::Random;
         } else if truncate {
             config.train.gradient_dtype = GradientDtype::F32;
+            config.optimizer.moments = MomentDtype::Bf16;
         }
         let train = &mut config.train;
         let count = Some(counts.3 + more.3 + 1);
@@ -907,7 +915,7 @@ const WRONG_RUNS: &[(&str, &str)] = &[
     ("no TOML", "[model]\npath = model\n"),
     ("YAML", "model_name_or_path: Qwen/Qwen2.5-7B\nstage: sft\n"),
     ("no unit", "[memory]\nhost = 24\n"),
-    ("an unknown table", "[optimizer]\nlr = 1\n"),
+    ("an unknown table", "[optimiser]\nlr = 1\n"),
     ("nothing", ""),
     (
         "a model that is nowhere",

@@ -19,9 +19,15 @@ const STANDS_FOR: &[(&str, &str)] = &[
         "terrace train --quickstart --device cpu --set train.steps=4",
     ),
     ("terrace init run.toml", "terrace init first.toml"),
-    ("terrace train run.toml --resume", "terrace train run.toml --resume --set train.steps=6"),
+    (
+        "terrace train run.toml --resume",
+        "terrace train run.toml --resume --set train.steps=6",
+    ),
     ("--set train.steps=20", "--set train.steps=5"),
-    ("import llama_factory.yaml -o run.toml", "import llama_factory.yaml -o imported.toml"),
+    (
+        "import llama_factory.yaml -o run.toml",
+        "import llama_factory.yaml -o imported.toml",
+    ),
     ("block 12", "block 1"),
     ("model.layers.12.", "model.layers.1."),
     ("--step-a 100 --step-b 200", "--step-a 4 --step-b 6"),
@@ -108,7 +114,10 @@ fn every_command_of_the_readme_works() {
     let write = |name: &str, text: &str| std::fs::write(room.path().join(name), text).unwrap();
     write("run.toml", RUN);
     write("llama_factory.yaml", LLAMA_FACTORY);
-    write("nightly.fio", "[job]\nfilename=nvme/bench\nrw=read\nbs=1m\nsize=8m\n");
+    write(
+        "nightly.fio",
+        "[job]\nfilename=nvme/bench\nrw=read\nbs=1m\nsize=8m\n",
+    );
     for folder in ["nvme/scratch", "backup"] {
         std::fs::create_dir_all(room.path().join(folder)).unwrap();
     }
@@ -117,7 +126,10 @@ fn every_command_of_the_readme_works() {
     let mut used = vec![false; STANDS_FOR.len()];
     let mut ran = 0;
     for command in commands(README) {
-        if let Some((_, why)) = NOT_HERE.iter().find(|(start, _)| command.starts_with(start)) {
+        if let Some((_, why)) = NOT_HERE
+            .iter()
+            .find(|(start, _)| command.starts_with(start))
+        {
             println!("SKIP: {command}: {why}");
             continue;
         }

@@ -8,6 +8,7 @@ mod data;
 mod log;
 mod memory;
 mod model;
+mod optimizer;
 mod train;
 
 use super::RunConfig;
@@ -58,7 +59,7 @@ pub(super) struct Table {
 }
 
 /// The tables, in the order in which a file has them.
-pub(super) static TABLES: [Table; 6] = [
+pub(super) static TABLES: [Table; 7] = [
     Table {
         name: "model",
         about: "What is trained.",
@@ -73,6 +74,11 @@ pub(super) static TABLES: [Table; 6] = [
         name: "train",
         about: "How.",
         keys: train::KEYS,
+    },
+    Table {
+        name: "optimizer",
+        about: "What the optimizer keeps.",
+        keys: optimizer::KEYS,
     },
     Table {
         name: "memory",

@@ -15,7 +15,7 @@ use super::given::{Given, WHAT, distance, shown, unknown_key};
 pub use super::keys::Class;
 use super::keys::{Key, TABLES, Table, keys};
 use crate::error::{Error, Result, printable};
-use crate::tile::{GradientDtype, Precision};
+use crate::tile::{GradientDtype, MomentDtype, Precision};
 
 /// A key whose value is not what it was.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -248,6 +248,12 @@ impl Reading {
             let got = "\"bf16\"".to_string();
             let remedy = "leave it out, or use precision \"bf16\"";
             self.refuse(place, "train.gradient_dtype", expected, got, remedy);
+        }
+        if fp32 && self.config.optimizer.moments == MomentDtype::Bf16 {
+            let expected = "\"f32\" under model.precision \"fp32\"".to_string();
+            let got = "\"bf16\"".to_string();
+            let remedy = "leave it out, or use precision \"bf16\"";
+            self.refuse(place, "optimizer.moments", expected, got, remedy);
         }
     }
 

@@ -34,7 +34,7 @@ pub fn export(
     let layouts = spec.tile_layouts();
     let table = &commit.manifest().table;
     let sections: &[Section] = match precision {
-        Precision::Bf16 => &[Section::Weight, Section::Residual],
+        Precision::Bf16 | Precision::Bf16Moments => &[Section::Weight, Section::Residual],
         Precision::Fp32 => &[Section::Weight],
     };
     let mut indices = Vec::new();
@@ -56,7 +56,7 @@ pub fn export(
         weight.clear();
         weight.extend_from_slice(next(&mut extents)?);
         match precision {
-            Precision::Bf16 => {
+            Precision::Bf16 | Precision::Bf16Moments => {
                 let residual = next(&mut extents)?.as_chunks::<2>().0;
                 let pairs = weight.as_chunks::<2>().0.iter().zip(residual);
                 for (value, (hi, lo)) in out.iter_mut().zip(pairs) {

@@ -247,7 +247,7 @@ impl Commit {
             let run = RunConfig::parse(&progress.run, "the commit's run.toml", &[]).ok()?;
             let text = progress.model.to_string();
             let spec = ModelSpec::from_config_json(&text, "the commit's config.json").ok()?;
-            Some((spec, run.model.precision))
+            Some((spec, run.precision()))
         });
         Commit {
             generation: manifest.generation,

@@ -2,12 +2,15 @@
 //!
 //! - [`update`] is the only place where AdamW's arithmetic stands. `mul_add` is one rounding in
 //!   every compilation, and no other operation may be contracted or reordered, so the bits agree.
-//! - Slices are cut to equal lengths by the caller's assertion; no pointer arithmetic here.
+//! - Slices are cut to equal lengths by the caller's assertion; nothing is read or written by
+//!   pointer.
+//! - Loops go in turns of whole cache lines, each of which asks for the lines of a later one.
 //!
-//! No intrinsics: the compiler vectorises these loops as far as the enabled features allow
-//! (`benches/adamw.rs` shows whether memory is the bound).
+//! No intrinsics but the prefetch: the compiler vectorises these loops as far as the enabled
+//! features allow (`benches/adamw.rs` shows whether memory is the bound).
 
-use super::{AdamwStep, GradientSpan, Isa, Span, WeightSpan};
+use super::rounding::{self, Rounding};
+use super::{AdamwStep, GradientSpan, Isa, MomentSpan, Span, WeightSpan};
 use crate::tile::{join_master, split_master};
 
 /// Elements of a turn: whole lines of every array, if it starts on one.
@@ -49,32 +52,56 @@ fn sweep_avx512(step: &AdamwStep, keep: f32, span: Span<'_>) {
 
 #[inline(always)]
 fn sweep(step: &AdamwStep, keep: f32, span: Span<'_>) {
-    let (m, v, g) = (span.moment1, span.moment2, span.gradient);
+    let (moments, gradient) = (span.moments, span.gradient);
     match span.weight {
         WeightSpan::Split { weight, residual } => {
-            by_gradient(step, keep, weight, residual, m, v, g);
+            by_moments(step, keep, weight, residual, moments, gradient);
         }
         // Elements of no bytes in the residual's place.
         WeightSpan::Full(weight) => {
             let mut nothing = vec![(); weight.len()];
-            by_gradient(step, keep, weight, &mut nothing, m, v, g);
+            by_moments(step, keep, weight, &mut nothing, moments, gradient);
         }
     }
 }
 
 #[inline(always)]
-fn by_gradient<R: Copy, W: Master<R>>(
+fn by_moments<R: Copy, W: Master<R>>(
     step: &AdamwStep,
     keep: f32,
     weight: &mut [W],
     residual: &mut [R],
-    m: &mut [f32],
-    v: &mut [f32],
+    moments: MomentSpan<'_>,
+    gradient: GradientSpan<'_>,
+) {
+    match moments {
+        MomentSpan::F32 { moment1, moment2 } => {
+            let moments = (moment1, moment2, None);
+            by_gradient(step, keep, weight, residual, moments, gradient);
+        }
+        MomentSpan::Bf16 {
+            moment1,
+            moment2,
+            rounding,
+        } => {
+            let moments = (moment1, moment2, Some(rounding));
+            by_gradient(step, keep, weight, residual, moments, gradient);
+        }
+    }
+}
+
+#[inline(always)]
+fn by_gradient<R: Copy, W: Master<R>, M: Moment>(
+    step: &AdamwStep,
+    keep: f32,
+    weight: &mut [W],
+    residual: &mut [R],
+    moments: (&mut [M], &mut [M], Option<Rounding>),
     gradient: GradientSpan<'_>,
 ) {
     match gradient {
-        GradientSpan::Bf16(gradient) => elements(step, keep, weight, residual, m, v, gradient),
-        GradientSpan::F32(gradient) => elements(step, keep, weight, residual, m, v, gradient),
+        GradientSpan::Bf16(gradient) => elements(step, keep, weight, residual, moments, gradient),
+        GradientSpan::F32(gradient) => elements(step, keep, weight, residual, moments, gradient),
     }
 }
 
@@ -127,17 +154,44 @@ impl Number for f32 {
     }
 }
 
+/// A moment of the span: rounded to bf16 by 16 random bits, or f32 as it is.
+trait Moment: Number {
+    fn round(value: f32, chance: u16) -> Self;
+}
+
+impl Moment for u16 {
+    #[inline(always)]
+    fn round(value: f32, chance: u16) -> u16 {
+        rounding::round(value, chance)
+    }
+}
+
+impl Moment for f32 {
+    #[inline(always)]
+    fn round(value: f32, _: u16) -> f32 {
+        value
+    }
+}
+
 /// The span in turns of [`TURN_ELEMENTS`], and what is left.
 #[inline(always)]
-fn elements<R: Copy, W: Master<R>, G: Number>(
+fn elements<R: Copy, W: Master<R>, M: Moment, G: Number>(
     step: &AdamwStep,
     keep: f32,
     weight: &mut [W],
     residual: &mut [R],
-    moment1: &mut [f32],
-    moment2: &mut [f32],
+    (moment1, moment2, rounding): (&mut [M], &mut [M], Option<Rounding>),
     gradient: &[G],
 ) {
+    let element = |index: usize, hi: &mut W, lo: &mut R, m: &mut M, v: &mut M, g: G| {
+        let bits = rounding.map_or(0, |rounding| rounding.bits(index as u32));
+        let (w, new_m, new_v) = update(step, keep, hi.join(*lo), m.value(), v.value(), g.value());
+        (*hi, *lo) = W::split(w);
+        (*m, *v) = (
+            M::round(new_m, bits as u16),
+            M::round(new_v, (bits >> 16) as u16),
+        );
+    };
     let (weight, weight_left) = weight.as_chunks_mut::<TURN_ELEMENTS>();
     let (residual, residual_left) = residual.as_chunks_mut::<TURN_ELEMENTS>();
     let (moment1, moment1_left) = moment1.as_chunks_mut::<TURN_ELEMENTS>();
@@ -145,6 +199,7 @@ fn elements<R: Copy, W: Master<R>, G: Number>(
     let (gradient, gradient_left) = gradient.as_chunks::<TURN_ELEMENTS>();
     let weights = weight.iter_mut().zip(residual);
     let moments = moment1.iter_mut().zip(moment2);
+    let mut index = 0;
     for (((hi, lo), (m, v)), g) in weights.zip(moments).zip(gradient) {
         prefetch(hi);
         prefetch(lo);
@@ -154,20 +209,22 @@ fn elements<R: Copy, W: Master<R>, G: Number>(
         // Copies, which alias nothing: registers once the loop is vectorised.
         let mut turn = (*hi, *lo, *m, *v);
         for i in 0..TURN_ELEMENTS {
-            let master = turn.0[i].join(turn.1[i]);
-            let w;
-            (w, turn.2[i], turn.3[i]) =
-                update(step, keep, master, turn.2[i], turn.3[i], g[i].value());
-            (turn.0[i], turn.1[i]) = W::split(w);
+            let (hi, lo, m, v) = (
+                &mut turn.0[i],
+                &mut turn.1[i],
+                &mut turn.2[i],
+                &mut turn.3[i],
+            );
+            element(index + i, hi, lo, m, v, g[i]);
         }
         (*hi, *lo, *m, *v) = turn;
+        index += TURN_ELEMENTS;
     }
     let weights = weight_left.iter_mut().zip(residual_left);
     let moments = moment1_left.iter_mut().zip(moment2_left);
     for (((hi, lo), (m, v)), g) in weights.zip(moments).zip(gradient_left) {
-        let w;
-        (w, *m, *v) = update(step, keep, hi.join(*lo), *m, *v, g.value());
-        (*hi, *lo) = W::split(w);
+        element(index, hi, lo, m, v, *g);
+        index += 1;
     }
 }
 

@@ -22,8 +22,8 @@ const COMMIT_SLABS: u64 = 8;
 
 /// Bytes of an element of a gradient in host.
 pub(super) fn gradient_bytes(config: &RunConfig) -> u64 {
-    match config.model.precision {
-        Precision::Bf16 => config.train.gradient_dtype.bytes(),
+    match config.precision() {
+        Precision::Bf16 | Precision::Bf16Moments => config.train.gradient_dtype.bytes(),
         Precision::Fp32 => 4,
     }
 }
@@ -86,7 +86,7 @@ pub(super) fn place(
     deferred: Deferred,
     room: Room,
 ) -> Result<Placed> {
-    let precision = config.model.precision;
+    let precision = config.precision();
     let present = |section: Section| {
         let wanted = purpose == Purpose::Train || section == Section::Weight;
         (wanted && section.element_bytes(precision) > 0).then_some(Home::Host)
@@ -120,7 +120,7 @@ pub(super) fn place(
 /// Moves gradients that wait, then weights of blocks, to the device, as few as let the host hold
 /// the rest; where it cannot, as many as help it most.
 fn use_spare(tiles: &[TilePlan], config: &RunConfig, room: Room, weights: bool) -> Vec<TilePlan> {
-    let precision = config.model.precision;
+    let precision = config.precision();
     let blocks = || (1..tiles.len() - 1).rev();
     // The embedding's is finished last and wanted first: it is moved after all others.
     let order = blocks().chain([tiles.len() - 1, 0]);
@@ -162,7 +162,7 @@ fn use_spare(tiles: &[TilePlan], config: &RunConfig, room: Room, weights: bool) 
 
 /// The host's arena with every section that has a home there.
 fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: Anchors) -> HostMap {
-    let precision = config.model.precision;
+    let precision = config.precision();
     let page = |bytes: u64| bytes.next_multiple_of(PAGE_BYTES);
     let gradient = |tile: &TilePlan| page(tile.layout.elements * gradient_bytes(config));
     let last = tiles.len() - 1;
@@ -221,7 +221,7 @@ fn spill(
     purpose: Purpose,
     room: Room,
 ) -> Result<Placed> {
-    let precision = config.model.precision;
+    let precision = config.precision();
     let Room {
         budgets,
         mut anchors,
@@ -346,7 +346,7 @@ fn refuse_overflow(
         .iter()
         .flat_map(|tile| {
             tile.spilled()
-                .map(|s| extents_bytes(&tile.layout, s, config.model.precision))
+                .map(|s| extents_bytes(&tile.layout, s, config.precision()))
         })
         .sum();
     let needed = spilled.saturating_add(anchors.store_bytes());

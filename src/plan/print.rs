@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::regions::HOMES;
 use super::{GradientHome, Plan};
 use crate::schedule::simulate::{Prediction, Rates};
-use crate::tile::Section;
+use crate::tile::{Precision, Section};
 
 /// Bytes with a unit and three digits: 1.50 GiB.
 pub fn bytes_text(bytes: u64) -> String {
@@ -185,7 +185,13 @@ impl Plan {
             prediction.store_seconds,
             prediction.update_seconds,
         );
-        format!("{kept}\n{checkpoints}\n{moved}\n{wear}{predicted}\n")
+        let inexact = match self.precision {
+            Precision::Bf16Moments => {
+                "  inexact: moments are rounded to bf16, stochastically (optimizer.moments)\n"
+            }
+            Precision::Bf16 | Precision::Fp32 => "",
+        };
+        format!("{inexact}{kept}\n{checkpoints}\n{moved}\n{wear}{predicted}\n")
     }
 
     /// Bytes written to drives over the whole run: the checkpoints' file and the spilled extents
@@ -266,6 +272,7 @@ impl Plan {
         serde_json::json!({
             "device": self.device.name,
             "parameters": self.parameters,
+            "inexact": self.precision == Precision::Bf16Moments,
             "clipping": self.clipping,
             "deferred_layers": self.deferred_layers(),
             "gradients_on_device": self.parked_bytes(),

@@ -16,6 +16,10 @@ use crate::model::ModelSpec;
 use crate::plan::{Budgets, Choice, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose};
 use crate::tile::{Section, TileLayout};
 
+/// Bytes that AdamW moves a parameter where its rate is measured: a split master, f32 moments and a
+/// bf16 gradient.
+pub const ADAMW_BYTES: u64 = 26;
+
 /// What a machine can do, in bytes, FLOPs or parameters a second.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Rates {
@@ -31,7 +35,7 @@ pub struct Rates {
     pub store_write: f64,
     /// Both ways at once, bytes of both together: an update reads and writes the same extents.
     pub store_mixed: f64,
-    /// AdamW over host memory, parameters a second.
+    /// AdamW over host memory, parameters a second of [`ADAMW_BYTES`] each.
     pub adamw: f64,
     /// Arithmetic and AdamW share the same cores.
     pub shared_cores: bool,
@@ -111,6 +115,12 @@ struct Work {
     read: u64,
     write: u64,
     parameters: u64,
+}
+
+/// Bytes that an update moves a parameter: all are read, all but the gradient written.
+fn update_bytes(plan: &Plan) -> u64 {
+    let state = Section::ALL.map(|section| section.element_bytes(plan.precision));
+    2 * state.iter().sum::<u64>() + plan.gradient_bytes
 }
 
 fn work(plan: &Plan, action: Action) -> Work {
@@ -303,6 +313,10 @@ const STEPS: usize = 3;
 
 /// Runs three steps of the schedule and reports the last.
 pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
+    let rates = &Rates {
+        adamw: rates.adamw * ADAMW_BYTES as f64 / update_bytes(plan) as f64,
+        ..*rates
+    };
     let works: Vec<Work> = schedule
         .actions
         .iter()

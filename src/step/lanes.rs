@@ -283,7 +283,7 @@ impl Shared {
         let (own, tied) = self.bound(layer);
         let act = self.tiers.device.activation_dtype();
         let stored = match self.plan.precision {
-            Precision::Bf16 => Dtype::Bf16,
+            Precision::Bf16 | Precision::Bf16Moments => Dtype::Bf16,
             Precision::Fp32 => Dtype::F32,
         };
         let convert = |layer: u16, from: u64, to: u64| {

@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::lanes::await_turn;
 use super::{Pass, Shared};
 use crate::error::{Error, Result};
-use crate::optimizer::{AdamwStep, GradientSpan, WeightSpan, adamw_ranges};
+use crate::optimizer::{AdamwStep, GradientSpan, MomentSpan, Rounding, WeightSpan, adamw_ranges};
 use crate::schedule::{Action, GradientSlot, Lane};
 use crate::stats::Wait;
 use crate::tile::{Precision, Section};
@@ -226,14 +226,23 @@ fn update_span(
         };
     }
     let weight = match tiers.precision() {
-        Precision::Bf16 => WeightSpan::Split {
+        Precision::Bf16 | Precision::Bf16Moments => WeightSpan::Split {
             weight: span!(weight_slab, weight_home, u16),
             residual: span!(residual_slab, residual_home, i16),
         },
         Precision::Fp32 => WeightSpan::Full(span!(weight_slab, weight_home, f32)),
     };
-    let moment1 = span!(moment1_slab, moment1_home, f32);
-    let moment2 = span!(moment2_slab, moment2_home, f32);
+    let moments = match tiers.precision() {
+        Precision::Bf16 | Precision::Fp32 => MomentSpan::F32 {
+            moment1: span!(moment1_slab, moment1_home, f32),
+            moment2: span!(moment2_slab, moment2_home, f32),
+        },
+        Precision::Bf16Moments => MomentSpan::Bf16 {
+            moment1: span!(moment1_slab, moment1_home, u16),
+            moment2: span!(moment2_slab, moment2_home, u16),
+            rounding: Rounding::new(shared.plan.seed, adamw.t, layout.id, elements.start),
+        },
+    };
     let gradient = tiers.gradient(slot);
     let gradient = if shared.plan.gradient_bytes == 2 {
         GradientSpan::Bf16(&gradient.as_slice::<u16>()[range])
@@ -242,7 +251,7 @@ fn update_span(
     };
     let decayed = usize::try_from(decayed).expect("a tile fits memory");
     adamw_ranges(
-        shared.isa, adamw, decayed, weight, moment1, moment2, gradient, ranges,
+        shared.isa, adamw, decayed, weight, moments, gradient, ranges,
     );
 }
 

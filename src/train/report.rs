@@ -116,7 +116,8 @@ impl Metrics {
 
     /// Appends an evaluation.
     pub fn evaluation(&mut self, step: u64, loss: f64) {
-        self.lines.push(&json!({ "step": step, "eval_loss": loss, "eval_perplexity": loss.exp() }));
+        self.lines
+            .push(&json!({ "step": step, "eval_loss": loss, "eval_perplexity": loss.exp() }));
     }
 
     /// Appends a commit.

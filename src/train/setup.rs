@@ -192,8 +192,8 @@ fn everything_kept(spec: &ModelSpec, config: &RunConfig, profile: &DeviceProfile
         kept: u64::from(spec.blocks) * config.train.micro_batches,
         travelling: 0,
         activation_bytes: profile.activation_bytes,
-        converts_weights: profile.converts_bf16 && config.model.precision == Precision::Bf16,
-        precision: config.model.precision,
+        converts_weights: profile.converts_bf16 && config.precision() != Precision::Fp32,
+        precision: config.precision(),
         gradient_bytes: 0,
         trains: true,
     };

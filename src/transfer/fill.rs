@@ -9,7 +9,7 @@ use super::{Tiers, byte_range};
 use crate::error::Result;
 use crate::host::Lease;
 use crate::store::{Completion, ExtentKey};
-use crate::tile::{Section, join_master, split_master};
+use crate::tile::{Precision, Section, join_master, split_master};
 
 /// Writes extents into their homes.
 pub struct Fill<'a> {
@@ -146,14 +146,14 @@ impl Tiers {
         }
         let [weight, residual] = sections;
         match self.precision() {
-            crate::tile::Precision::Bf16 => {
+            Precision::Bf16 | Precision::Bf16Moments => {
                 let pairs = weight.chunks_exact(2).zip(residual.chunks_exact(2));
                 for ((hi, lo), value) in pairs.zip(out) {
                     let hi = u16::from_le_bytes([hi[0], hi[1]]);
                     *value = join_master(hi, i16::from_le_bytes([lo[0], lo[1]]));
                 }
             }
-            crate::tile::Precision::Fp32 => {
+            Precision::Fp32 => {
                 for (bytes, value) in weight.chunks_exact(4).zip(out) {
                     *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
                 }
