@@ -1,22 +1,23 @@
 //! The host tier: one arena taken at the start, cut into home slots and a ring of slabs.
 //!
-//! - The arena is one anonymous mapping, touched when taken, never grown, left out of core dumps
+//! - The arena is one anonymous mapping, touched when cut, never grown, left out of core dumps
 //!   and of children (the kernel may be reading or writing it when a process forks).
 //! - A [`Lease`] is the exclusive right to one range of the arena. It is not Clone; it moves into
 //!   an operation and comes back with its result, so no reference exists while the kernel or a DMA
 //!   engine may touch the bytes. Dropping it gives a slab back to its ring.
 //! - A full ring waits; nothing grows.
 //!
-//! What the ranges mean is the plan's to say; who fills them, `transfer`'s.
+//! What the ranges mean is the plan's to say; who fills them, `transfer`'s. The threads that walk
+//! them are [`pool`]'s.
+
+pub mod pool;
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crossbeam_channel::{Receiver, Sender};
-use rayon::prelude::*;
-
 use crate::error::{Error, Result};
 use crate::tile::PAGE_BYTES;
+use crossbeam_channel::{Receiver, Sender};
 
 /// The single allocation of the host tier.
 pub struct HostArena {
@@ -31,7 +32,8 @@ unsafe impl Send for HostArena {}
 unsafe impl Sync for HostArena {}
 
 impl HostArena {
-    /// Takes `bytes` (rounded up to a page) of memory and touches them, so that a lack shows here.
+    /// Takes `bytes` (rounded up to a page) of memory. They are touched as they are cut, which is
+    /// at the start too, so that a lack shows there.
     pub fn take(bytes: u64) -> Result<HostCutter> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES).max(PAGE_BYTES);
         let refused = |source| Error::Io {
@@ -69,21 +71,20 @@ impl HostArena {
             base,
             bytes: length,
         });
-        arena.touch();
         Ok(HostCutter { arena, next: 0 })
     }
 
-    /// Zeroes the mapping by all threads: one alone touches 5 GB a second.
-    fn touch(&self) {
-        const PIECE_BYTES: usize = 64 << 20;
-        (0..self.bytes)
-            .into_par_iter()
-            .step_by(PIECE_BYTES)
-            .for_each(|start| {
-                let bytes = PIECE_BYTES.min(self.bytes - start);
-                // SAFETY: a range of the mapping, each given to one thread; nobody else has it yet.
-                unsafe { std::ptr::write_bytes(self.base.as_ptr().add(start), 0, bytes) };
-            });
+    /// Zeroes a range by all threads, each the share of it that it will use: one alone touches 5 GB
+    /// a second.
+    fn touch(&self, offset: usize, bytes: usize) {
+        const PIECE_BYTES: usize = 2 << 20;
+        let end = offset + bytes;
+        let starts = (offset..end).step_by(PIECE_BYTES).collect();
+        pool::by_share(starts, |start| {
+            let bytes = PIECE_BYTES.min(end - start);
+            // SAFETY: a range of the mapping, each given to one thread; nobody else has it yet.
+            unsafe { std::ptr::write_bytes(self.base.as_ptr().add(start), 0, bytes) };
+        });
     }
 }
 
@@ -114,6 +115,7 @@ impl HostCutter {
         );
         let offset = self.next;
         self.next += slot;
+        self.arena.touch(offset, slot);
         Lease {
             arena: self.arena.clone(),
             offset,
@@ -277,7 +279,7 @@ impl Lease {
 
     /// The range as numbers. `T` is u8, u16, i16, u32 or f32: every bit pattern is a value.
     pub fn as_slice<T: Pod>(&self) -> &[T] {
-        // SAFETY: page-aligned, initialised at take, in bounds; shared access follows &self.
+        // SAFETY: page-aligned, initialised at cut, in bounds; shared access follows &self.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.bytes / size_of::<T>()) }
     }
 

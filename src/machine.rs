@@ -1,8 +1,12 @@
-//! What the machine has: memory, cores, and what `"auto"` sizes come to.
+//! What the machine has: memory, cores ([`cores`]), and what `"auto"` sizes come to.
 //!
 //! Every number is read once, at the start, and printed; nothing is guessed later.
 
-use std::path::Path;
+pub mod cores;
+
+pub use cores::Cores;
+
+use std::path::{Path, PathBuf};
 
 /// Memory that a run may plan with, and where the number comes from.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,44 +51,44 @@ fn cgroup_left() -> Option<u64> {
             .parse::<u64>()
             .ok()
     };
+    let left = cgroup_directories("memory")
+        .into_iter()
+        .filter_map(|(v2, at)| {
+            let (limit, usage) = match v2 {
+                true => ("memory.max", "memory.current"),
+                false => ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            };
+            let (limit, usage) = (number(&at.join(limit))?, number(&at.join(usage))?);
+            // v1 writes "no limit" as a number near 2^63.
+            (limit < 1 << 60).then(|| limit.saturating_sub(usage))
+        });
+    left.min()
+}
+
+/// Directories of the process's cgroup and of all above it, whose limits bind too, and whether each
+/// is of v2. In a container the path may not exist; the root does.
+fn cgroup_directories(controller: &str) -> Vec<(bool, PathBuf)> {
     let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let mut left: Option<u64> = None;
+    let mut found = Vec::new();
     for line in own.lines() {
-        let mut fields = line.splitn(3, ':');
-        let (_, controllers, path) = (fields.next(), fields.next()?, fields.next()?);
-        let (root, limit, usage) = if controllers.is_empty() {
-            ("/sys/fs/cgroup", "memory.max", "memory.current")
-        } else if controllers
-            .split(',')
-            .any(|controller| controller == "memory")
-        {
-            (
-                "/sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-        } else {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
             continue;
         };
-        // The limit of any ancestor binds; in a container the path may not exist, the root does.
-        let mut directory = Path::new(root).join(path.trim_start_matches('/'));
+        let v2 = controllers.is_empty();
+        if !v2 && !controllers.split(',').any(|named| named == controller) {
+            continue;
+        }
+        let root = Path::new("/sys/fs/cgroup").join(if v2 { "" } else { controller });
+        let mut directory = root.join(path.trim_start_matches('/'));
         loop {
-            if let (Some(limit), Some(usage)) = (
-                number(&directory.join(limit)),
-                number(&directory.join(usage)),
-            ) {
-                // v1 writes "no limit" as a number near 2^63.
-                if limit < 1 << 60 {
-                    let here = limit.saturating_sub(usage);
-                    left = Some(left.map_or(here, |other| other.min(here)));
-                }
-            }
-            if directory == Path::new(root) || !directory.pop() {
+            found.push((v2, directory.clone()));
+            if directory == root || !directory.pop() {
                 break;
             }
         }
     }
-    left
+    found
 }
 
 /// Cores that this process may use.

@@ -23,6 +23,7 @@ pub use rounding::Rounding;
 
 use std::ops::Range;
 
+use crate::host::pool::by_share;
 use crate::tile::join_master;
 
 /// Elements of a piece of [`adamw_parallel`]: 896 KiB over all arrays of a split master.
@@ -358,7 +359,8 @@ pub fn adamw(
     update(isa, step, decayed, Span::new(weight, moments, gradient));
 }
 
-/// [`adamw`] on all threads of rayon's current pool, in pieces of at most [`PIECE_ELEMENTS`].
+/// [`adamw`] on all threads of rayon's current pool, in pieces of at most [`PIECE_ELEMENTS`]: the
+/// same elements on the same thread each time, as far as all are free (see [`by_share`]).
 ///
 /// # Panics
 /// As [`adamw`].
@@ -370,8 +372,8 @@ pub fn adamw_parallel(
     moments: MomentSpan<'_>,
     gradient: GradientSpan<'_>,
 ) {
-    assert!(isa.available(), "this processor has no {isa}");
-    update_pieces(isa, step, decayed, Span::new(weight, moments, gradient));
+    let all = 0..gradient.count();
+    adamw_ranges(isa, step, decayed, weight, moments, gradient, &[all]);
 }
 
 /// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap.
@@ -388,57 +390,25 @@ pub fn adamw_ranges(
     ranges: &[Range<usize>],
 ) {
     assert!(isa.available(), "this processor has no {isa}");
-    let span = Span::new(weight, moments, gradient);
-    update_ranges(isa, step, decayed, span, 0, ranges);
-}
-
-/// Updates the elements in `ranges` of a span whose first element has index `first`.
-fn update_ranges(
-    isa: Isa,
-    step: &AdamwStep,
-    decayed: usize,
-    span: Span<'_>,
-    first: usize,
-    ranges: &[Range<usize>],
-) {
-    match ranges {
-        [] => {}
-        [range] => {
-            let (_, span) = span.split_at(range.start - first);
-            let (span, _) = span.split_at(range.len());
-            update_pieces(isa, step, decayed.saturating_sub(range.start), span);
-        }
-        _ => {
-            let (low, high) = ranges.split_at(ranges.len() / 2);
-            let middle = high[0].start;
-            let (span, rest) = span.split_at(middle - first);
-            // A span that one thread takes in no time is not worth another thread's waking.
-            let few: usize = ranges.iter().map(Range::len).sum();
-            let halves = (
-                || update_ranges(isa, step, decayed, span, first, low),
-                || update_ranges(isa, step, decayed, rest, middle, high),
-            );
-            if few <= PIECE_ELEMENTS {
-                (halves.0)();
-                (halves.1)();
-            } else {
-                rayon::join(halves.0, halves.1);
-            }
+    let mut rest = Span::new(weight, moments, gradient);
+    let (mut at, mut pieces) = (0, Vec::new());
+    for range in ranges {
+        (_, rest) = rest.split_at(range.start - at);
+        at = range.start;
+        while at < range.end {
+            let count = PIECE_ELEMENTS.min(range.end - at);
+            let piece;
+            (piece, rest) = rest.split_at(count);
+            pieces.push((decayed.saturating_sub(at), piece));
+            at += count;
         }
     }
-}
-
-fn update_pieces(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {
-    let count = span.count();
-    if count <= PIECE_ELEMENTS {
-        return update(isa, step, decayed, span);
+    let run = |(decayed, piece)| update(isa, step, decayed, piece);
+    // A span that one thread takes in no time is not worth another thread's waking.
+    match ranges.iter().map(Range::len).sum::<usize>() <= PIECE_ELEMENTS {
+        true => pieces.into_iter().for_each(run),
+        false => by_share(pieces, run),
     }
-    let half = count.div_ceil(PIECE_ELEMENTS) / 2 * PIECE_ELEMENTS;
-    let (first, rest) = span.split_at(half);
-    rayon::join(
-        || update_pieces(isa, step, decayed.min(half), first),
-        || update_pieces(isa, step, decayed.saturating_sub(half), rest),
-    );
 }
 
 fn update(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {
