@@ -342,8 +342,9 @@ impl<'a> Span<'a> {
 /// This is torch.optim.AdamW's own order, but for one division less (benches/adamw.rs): moments
 /// come out with its bits, weights within 1 ulp of the largest term where the weight is that term.
 /// A split master is joined before and split after, exactly. bf16 moments are widened before and
-/// rounded after (see [`rounding`]); the weight has had the moments as they were computed. Gradients must have been found
-/// finite; then only a moment or a weight that overflows f32 can become anything else.
+/// rounded after (see [`rounding`]); the weight has had the moments as they were computed.
+/// Gradients must have been found finite; then only a moment or a weight that overflows its format
+/// can become anything else.
 ///
 /// # Panics
 /// If the lengths differ, or this processor does not run `isa`.

@@ -325,7 +325,7 @@ fn keys_that_do_not_go_together_are_refused() {
     let no_model = LEAST.replace("path = \"m\"", "");
     let no_data = LEAST.replace("train = \"t.jsonl\"", "train = []");
     let late = LEAST.replace("steps = 10", "steps = 10\nwarmup_steps = 11");
-    let cases: [(&str, &[&str], &str); 13] = [
+    let cases: [(&str, &[&str], &str); 14] = [
         (
             &late,
             &[],

@@ -14,9 +14,11 @@ use terrace::checkpoint::checkpoint_dir;
 use terrace::config::RunConfig;
 use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
+use terrace::host::pool::keep_near;
+use terrace::machine::Cores;
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
-use terrace::plan::{bytes_text, count_text};
+use terrace::plan::{DeviceProfile, bytes_text, count_text};
 use terrace::schedule::simulate::{Prediction, fastest};
 use terrace::store::Scratch;
 use terrace::train::{
@@ -85,13 +87,29 @@ fn watch_signals() -> Result<Arc<AtomicI32>> {
     Ok(signal)
 }
 
+/// Chooses the device and, before anything starts the threads of arithmetic, binds them if that can
+/// help; says both.
+fn choose(device: &str, config: &RunConfig) -> Result<DeviceProfile> {
+    let cores = Cores::read();
+    let given = std::env::var_os("RAYON_NUM_THREADS").is_some();
+    if let Some(cpus) = cores.pins().filter(|_| !given) {
+        keep_near(cpus)?;
+    }
+    let (profile, sentence) = choose_device(device, config.precision())?;
+    say(&sentence)?;
+    say(&cores.sentence())?;
+    if let Some(warning) = cores.warning() {
+        say(&warning)?;
+    }
+    Ok(profile)
+}
+
 /// Runs the command.
 pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     let start = parse_start(arguments.resume.as_deref())?;
     let config = read_config(arguments)?;
     let trace_file = arguments.trace.as_deref().map(open_trace).transpose()?;
-    let (profile, device) = choose_device(&arguments.device, config.model.precision)?;
-    say(&device)?;
+    let profile = choose(&arguments.device, &config)?;
     let signal = watch_signals()?;
     let run = Run::prepare(config)?;
     describe(&run)?;
