@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# What a card is to show, in one script: right, fast, within its budgets. Prints each section as it goes and a table
+# last; figures of an H200 are in benches/results/h200.md.
+#
+#     benches/card.sh                      # builds, then all sections
+#     benches/card.sh --built DIR SECTION… # with binaries that lie in DIR
+#
+# Sections: right agree steps clip64 free64 clip16 free16 full7 in24 in12 depth depth180; by name alone those that
+# need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with 60 GB free), real
+# and curves (TOKENS: a file of u16 tokens; MODEL: the directory of SmolLM2-135M), fine-tune (MODEL; GSM8K: the directory
+# of its train.jsonl and test.jsonl).
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+configs=tests/fixtures/configs
+table=$(mktemp)
+
+built=
+if [ "${1:-}" = --built ]; then
+    built=$2
+    shift 2
+else
+    cargo build --release --bin terrace
+    cargo bench --no-run --bench card
+    cargo test --no-run
+fi
+# The newest binary of a name.
+binary() {
+    if [ -n "$built" ]; then
+        echo "$built/$1"
+    elif [ "$1" = terrace ]; then
+        echo target/release/terrace
+    else
+        find target/release/deps target/debug/deps -name "$1-*" -type f -perm -u+x -printf '%T@ %p\n' |
+            sort -rn | head -n 1 | cut -d' ' -f2
+    fi
+}
+
+say() { printf '%-12s %s\n' "$1" "$2" | tee -a "$table"; }
+
+# tests NAME [FILTER…]: a test binary on the card.
+tests() {
+    local name=$1
+    shift
+    local said
+    said=$(TERRACE_TEST_DEVICE=cuda:0 timeout 280 "$(binary "$name")" "$@" 2>&1)
+    grep -E 'FAILED|panicked' <<<"$said" | head -20
+    say "$name" "$(grep 'test result' <<<"$said")"
+}
+
+# card SECTION OPTION…: steps of a shape; the most that the card had in use beside it.
+card() {
+    local section=$1 most=0 used
+    shift
+    echo "--- $*"
+    timeout "${LIMIT:-170}" "$(binary card)" "$@" >"$table.card" 2>&1 &
+    local running=$!
+    while kill -0 $running 2>/dev/null; do
+        used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | head -n 1)
+        [ "$used" -gt "$most" ] && most=$used
+        sleep 0.5
+    done
+    wait $running || echo "exit code $?"
+    grep -v '^{' "$table.card" | tail -n 12 | cut -c1-300
+    grep -o '"waits":{[^}]*}' "$table.card"
+    say "$section" "$(grep 'a step,' "$table.card" | tail -n 1 | cut -c1-260)"
+    say "" "$(grep 'compute busy' "$table.card") used on the card: $most MiB"
+}
+seven() { card "$1" --config $configs/qwen2.5-7b/config.json "${@:2}"; }
+small() {
+    seven "$1" --device-memory "$2" --micro-batch "$3" --micro-batches "$4" --clip 1 --steps 3 --host-memory 112GiB
+}
+half() { seven "$1" --layers 14 --micro-batch 16 --host-memory 100GiB "${@:2}"; }
+deep() { # a tied shape like 1.5B
+    printf '%s' '{"architectures":["Qwen2ForCausalLM"],"model_type":"qwen2","hidden_size":1536,
+        "intermediate_size":8960,"num_hidden_layers":28,"num_attention_heads":12,"num_key_value_heads":2,
+        "vocab_size":151936,"tie_word_embeddings":true,"rms_norm_eps":1e-6,"rope_theta":1000000.0,
+        "max_position_embeddings":32768,"hidden_act":"silu"}' >"$table.json"
+    card "depth $1" --config "$table.json" --layers "$1" --micro-batch 16 --micro-batches 4 --clip 0 --steps 3 \
+        --host-memory "${2:-110GiB}" --recompute all
+}
+fourteen() {
+    mkdir -p "$STORE"
+    LIMIT=${LIMIT:-500} card "$1" --config $configs/qwen2.5-14b/config.json --micro-batch 16 --host-memory 112GiB \
+        --store "$STORE" --store-size "${SPILL:-56GiB}" "${@:2}"
+}
+curve() { # SECTION DIRECTORY [--weights]
+    local said
+    said=$(timeout 500 python3 benches/reference/loss_curves.py --terrace "$(binary terrace)" --tokens "$TOKENS" \
+        --config "$2" --steps 100 ${3:+"$3"} 2>&1 | grep -v Loading)
+    tail -n 24 <<<"$said"
+    say "$1" "$(grep 'over all' <<<"$said" | tail -n 1)"
+}
+
+[ $# -gt 0 ] || set -- right agree steps clip64 free64 clip16 free16 full7 in24 in12 depth depth180
+for section in "$@"; do
+    echo "=== $section $(date +%T)"
+    case $section in
+    right) tests golden_kernels && tests cuda_step ;;
+    steps) tests golden_step ten_fp32 forward_and packed evaluation ;;
+    agree) tests agreement ;;
+    clip64) half $section --micro-batches 4 --clip 1 --steps 4 --trace "$table.trace" ;;
+    free64) half $section --micro-batches 4 --clip 0 --steps 4 --trace "$table.trace" ;;
+    clip16) half $section --micro-batches 1 --clip 1 --steps 8 --trace "$table.trace" ;;
+    free16) half $section --micro-batches 1 --clip 0 --steps 8 --trace "$table.trace" ;;
+    full7) seven $section --micro-batch 16 --micro-batches 4 --clip 1 --steps 3 --host-memory 112GiB --recompute all ;;
+    in24) small $section 24GB 8 8 ;;
+    in12) small $section 12GB 4 16 ;;
+    depth) for layers in 28 56 112; do deep $layers; done ;;
+    depth180) deep 180 118GiB ;;
+    spill14clip) fourteen $section --micro-batches 4 --clip 1 --steps 1 ;;
+    spill14) fourteen $section --micro-batches 4 --clip 0 --steps 1 ;;
+    spill14long) fourteen $section --micro-batches 16 --clip 0 --steps 1 ;;
+    real) curve $section "$MODEL" --weights ;;
+    curves) curve smollm2 $configs/smollm2-135m && curve qwen-0.5b $configs/qwen2.5-0.5b ;;
+    fine-tune)
+        "$(binary terrace)" init "$table.toml" >/dev/null
+        "$(binary terrace)" train "$table.toml" --device cuda:0 --set model.path="$MODEL" \
+            --set data.train="$GSM8K/train.jsonl" --set data.eval="$GSM8K/test.jsonl" --set data.seq_len=1024 \
+            --set train.steps=300 --set train.micro_batch=8 --set train.micro_batches=1 \
+            --set train.learning_rate=2e-5 --set train.warmup_steps=20 --set train.eval_every=50 \
+            --set checkpoint.every=300 --set log.dir=runs/gsm8k --set log.sample_every=100 2>&1 | tail -n 30
+        ;;
+    *) echo "no section $section" >&2 && exit 2 ;;
+    esac
+done
+echo "=== $(date +%T)"
+cat "$table"
+rm -f "$table" "$table".*
