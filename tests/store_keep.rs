@@ -86,7 +86,7 @@ fn keep_is_raised_and_lowered_in_place() {
             .sentences()
             .last()
             .unwrap()
-            .contains("checkpoint.keep = 4, was 2")
+            .contains("room for 4 commits that are kept, was 2")
     );
     (4..=6).for_each(|generation| commit(&mut store, generation).unwrap());
     assert_eq!(store.generations(), [3, 4, 5, 6]);
@@ -108,6 +108,74 @@ fn keep_is_raised_and_lowered_in_place() {
     let store = CheckpointStore::open_read_only(at).unwrap();
     assert_eq!(store.generations(), [generation - 1]);
     assert_reads(&store, &ring);
+}
+
+#[test]
+fn a_pinned_commit_stays_among_those_kept_until_another_is_pinned() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = open(directory.path(), 3).unwrap();
+    let mut after = |pinned: Option<u64>, generation: u64| {
+        store.set_pinned(pinned);
+        commit(&mut store, generation).unwrap();
+        assert_reads(&store, &ring());
+        store.generations()
+    };
+    assert_eq!(after(None, 1), [1]);
+    assert_eq!(after(Some(1), 2), [1, 2]);
+    assert_eq!(after(Some(1), 3), [1, 2, 3]);
+    assert_eq!(after(Some(1), 4), [1, 3, 4]);
+    assert_eq!(after(Some(1), 9), [1, 4, 9]);
+    assert_eq!(after(Some(4), 10), [4, 9, 10]);
+    assert_eq!(after(Some(4), 11), [4, 10, 11]);
+    // One that is not there takes no place.
+    assert_eq!(after(Some(7), 12), [10, 11, 12]);
+    drop(store);
+    let reader = CheckpointStore::open_read_only(directory.path()).unwrap();
+    assert_eq!(reader.generations(), [10, 11, 12]);
+    // The newest stays, whatever is pinned.
+    drop(reader);
+    let mut store = open(directory.path(), 1).unwrap();
+    store.set_pinned(Some(12));
+    commit(&mut store, 13).unwrap();
+    assert_eq!(store.generations(), [13]);
+}
+
+#[test]
+fn a_power_cut_at_any_operation_leaves_the_pinned_commit() {
+    let (ring, size) = (ring(), bytes(2));
+    let made = SimDisk::new(size, Faults::default());
+    let mut store = CheckpointStore::format_disk(Box::new(made.clone()), &spec(2), 1).unwrap();
+    commit(&mut store, 1).unwrap();
+    drop(store);
+    for crash_at in 1.. {
+        let disk = made.after_exit(Faults::default());
+        disk.set_faults(Faults {
+            crash_at: Some(crash_at),
+            ..Faults::default()
+        });
+        let opened = CheckpointStore::open_disk(Box::new(disk.clone()), size, Some(&spec(2)));
+        let mut acknowledged = 1;
+        if let Ok(mut store) = opened {
+            store.set_pinned(Some(1));
+            while acknowledged < 4 && commit(&mut store, acknowledged + 1).is_ok() {
+                acknowledged += 1;
+            }
+        }
+        for seed in [0, 1, mix(crash_at)] {
+            let image = disk.after_crash(seed, Faults::default());
+            let store = CheckpointStore::open_disk(Box::new(image), size, None).unwrap();
+            let (all, newest) = (store.generations(), store.latest().unwrap());
+            assert!(all.contains(&1), "{crash_at}: {all:?}");
+            assert!(
+                [acknowledged, acknowledged + 1].contains(&newest),
+                "{all:?}"
+            );
+            assert_reads(&store, &ring);
+        }
+        if disk.operation_count() < crash_at {
+            break;
+        }
+    }
 }
 
 #[test]

@@ -82,6 +82,8 @@ pub struct CheckpointStore {
     pub(super) hook: Option<Box<dyn Fn(Phase) + Send>>,
     /// Level of zstd for later commits; 0 is off.
     pub(super) zstd: i32,
+    /// The generation that later commits free last.
+    pub(super) pinned: Option<u64>,
     /// To shorten it; none on a disk given.
     pub(super) file: Option<File>,
 }
@@ -244,6 +246,7 @@ impl CheckpointStore {
             failure: None,
             hook: None,
             zstd: 0,
+            pinned: None,
             file: None,
         })
     }
@@ -292,6 +295,7 @@ impl CheckpointStore {
             failure: None,
             hook: None,
             zstd: 0,
+            pinned: None,
             file: None,
         };
         store.write_superblock(&superblock, &[0, 1])?;
@@ -324,6 +328,12 @@ impl CheckpointStore {
         }
         self.zstd = level as i32;
         Ok(())
+    }
+
+    /// Lets later commits keep `generation` among the `keep` that they leave, however old it is;
+    /// by `None`, the newest alone. One that is not there is nothing to keep.
+    pub fn set_pinned(&mut self, generation: Option<u64>) {
+        self.pinned = generation;
     }
 
     /// Calls `hook` in each phase of every later commit, for tests that end the process there.

@@ -227,7 +227,14 @@ impl Commit<'_> {
         };
         let region = self.write_manifest(&manifest)?;
         let readable = |region: usize| self.store.commits[region].is_some();
-        let mut superblock = succeed(&self.store.superblock, self.region, region, readable);
+        let pinned = self.store.pinned;
+        let mut superblock = succeed(
+            &self.store.superblock,
+            self.region,
+            region,
+            pinned,
+            readable,
+        );
         if manifest.is_compressed() {
             superblock.features_required |= format::FEATURE_ZSTD;
         }
@@ -304,17 +311,19 @@ impl Drop for Commit<'_> {
 }
 
 /// The superblock after a commit: the new region, and beyond `keep` those freed that cannot be
-/// read, then the oldest.
+/// read, then the oldest, the generation `pinned` last.
 fn succeed(
     superblock: &Superblock,
     new: usize,
     region: Region,
+    pinned: Option<u64>,
     readable: impl Fn(usize) -> bool,
 ) -> Superblock {
     let mut next = superblock.clone();
     next.sequence += 1;
     next.regions[new] = region;
-    let held = in_order_of_leaving(&next.regions, |index| index == new || readable(index));
+    let readable = |index| index == new || readable(index);
+    let held = in_order_of_leaving(&next.regions, pinned, readable);
     let many = held.len().saturating_sub(superblock.keep as usize);
     for index in &held[..many] {
         next.regions[*index] = Region::Free;
@@ -323,17 +332,23 @@ fn succeed(
 }
 
 /// Committed regions in the order in which they are freed: those that cannot be read, then the
-/// oldest.
+/// oldest; the generation `pinned` only after all others that can be read, but for the newest.
 pub(super) fn in_order_of_leaving(
     regions: &[Region],
+    pinned: Option<u64>,
     readable: impl Fn(usize) -> bool,
 ) -> Vec<usize> {
-    let held = regions.iter().enumerate();
-    let held = held.filter_map(|(index, region)| match region {
+    let generation = |region: &Region| match region {
         Region::Free => None,
-        Region::Committed { generation, .. } => Some((readable(index), *generation, index)),
+        Region::Committed { generation, .. } => Some(*generation),
+    };
+    let newest = regions.iter().filter_map(generation).max();
+    let held = regions.iter().enumerate().filter_map(|(index, region)| {
+        let generation = Some(generation(region)?);
+        let stays = generation == newest || generation == pinned;
+        Some((readable(index), stays, generation, index))
     });
-    let mut held: Vec<(bool, u64, usize)> = held.collect();
+    let mut held: Vec<(bool, bool, Option<u64>, usize)> = held.collect();
     held.sort_unstable();
     held.into_iter().map(|(.., index)| index).collect()
 }

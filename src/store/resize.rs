@@ -111,7 +111,7 @@ impl CheckpointStore {
             self.superblock.geometry.file_bytes,
         );
         self.sentences.push(format!(
-            "{path}: checkpoint.keep = {keep}, was {was}; the file has {bytes} bytes"
+            "{path}: room for {keep} commits that are kept, was {was}; the file has {bytes} bytes"
         ));
         Ok(())
     }
@@ -142,7 +142,7 @@ impl CheckpointStore {
     /// [`Error::Input`] if that would leave no commit; those of a write.
     pub(super) fn free_a_region(&mut self) -> Result<usize> {
         let readable = |index: usize| self.commits[index].is_some();
-        let held = commit::in_order_of_leaving(&self.superblock.regions, readable);
+        let held = commit::in_order_of_leaving(&self.superblock.regions, self.pinned, readable);
         let [first, _, ..] = held[..] else {
             return Err(Error::input(
                 "checkpoint",
