@@ -19,11 +19,20 @@ use super::source::{self, Batch, RawRow};
 use super::sources::Source;
 use super::table::{Sink, TRAINED, Table, TableBuilder};
 use super::{TextTokenizer, length_bin, shards};
-use crate::config::{DataConfig, DataFormat};
+use crate::config::{DataConfig, DataFormat, TokenCache};
 use crate::error::{Error, Result, printable};
 
 /// Named in every key of the cache: another number, other tokens from the same files.
 const READING_VERSION: u64 = 1;
+
+/// Whether a write met the end of a disk or a quota.
+fn is_full(error: &Error) -> bool {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    match error {
+        Error::Io { source, .. } => [StorageFull, QuotaExceeded].contains(&source.kind()),
+        _ => false,
+    }
+}
 
 /// What every source of a dataset is read with.
 pub(super) struct Reader<'a> {
@@ -97,10 +106,33 @@ impl<'a> Reader<'a> {
     fn rows_table(&self, source: &Source, notes: &mut Vec<String>) -> Result<Table> {
         let bytes = source.files.iter().filter_map(|path| path.metadata().ok());
         let bytes = bytes.map(|metadata| metadata.len()).sum();
-        let Some(cache) = Cache::of(self.config, bytes)? else {
+        let in_memory = || {
             let builder = TableBuilder::new(Sink::Memory(Vec::new()));
-            return Ok(self.read(source, builder)?.into_memory());
+            Ok(self.read(source, builder)?.into_memory())
         };
+        let Some(cache) = Cache::of(self.config, bytes)? else {
+            return in_memory();
+        };
+        match self.cached_table(source, &cache, notes) {
+            // Nobody asked for that directory: a full disk there must not keep a run from starting.
+            Err(error) if self.config.cache == TokenCache::Auto && is_full(&error) => {
+                let name = printable(&source.name);
+                notes.push(format!(
+                    "warning: {name}: tokens are kept in memory: {error}"
+                ));
+                in_memory()
+            }
+            table => table,
+        }
+    }
+
+    /// The table of a source's rows, from the cache or kept there.
+    fn cached_table(
+        &self,
+        source: &Source,
+        cache: &Cache,
+        notes: &mut Vec<String>,
+    ) -> Result<Table> {
         let key = self.key(source)?;
         let name = printable(&source.name);
         if let Some(table) = cache.open(key) {
