@@ -76,7 +76,7 @@ const MEGATRAIN: &[(&str, To)] = &[
     ("model.attn_implementation", Nowhere),
     ("model.trust_remote_code", Nowhere),
     ("dataset.num_workers", Nowhere),
-    ("optimizer.type", Nowhere),
+    ("optimizer.type", By(optimizer)),
     ("memory.checkpoint_interval", Nowhere),
     ("memory.num_grad_slabs", Nowhere),
     ("logging.log_interval", Nowhere),
@@ -126,6 +126,11 @@ const LLAMA_FACTORY: &[(&str, To)] = &[
     ("output_dir", Quoted("log.dir")),
     ("save_steps", Plain("checkpoint.every")),
     ("save_total_limit", Plain("checkpoint.keep")),
+    ("load_best_model_at_end", Plain("checkpoint.keep_best")),
+    (
+        "early_stopping_steps",
+        Plain("train.early_stopping_patience"),
+    ),
     ("template", By(template)),
     ("deepspeed", Nowhere),
     ("do_train", Nowhere),
@@ -193,6 +198,11 @@ pub fn import(text: &str, place: &str) -> Result<Imported> {
         lines: Vec::new(),
         unused: Vec::new(),
         betas: [None, None],
+        steps: entries
+            .iter()
+            .find(|entry| entry.path == "max_steps")
+            .and_then(Entry::number)
+            .filter(|steps| *steps > 0.0),
     };
     for entry in &entries {
         import.take(entry, table);
@@ -210,6 +220,8 @@ struct Import {
     /// Keys that have no meaning here.
     unused: Vec<String>,
     betas: [Option<String>; 2],
+    /// Steps of the run, where the file says.
+    steps: Option<f64>,
 }
 
 impl Import {
@@ -440,12 +452,25 @@ fn warmup(import: &mut Import, entry: &Entry) {
 }
 
 fn warmup_ratio(import: &mut Import, entry: &Entry) {
-    if entry.number() != Some(0.0) {
-        import.line(
+    let share = entry.number().filter(|share| (0.0..=1.0).contains(share));
+    match (share, import.steps) {
+        (Some(0.0), _) => {}
+        // The Trainer rounds up too.
+        (Some(share), Some(steps)) => {
+            import.set(
+                "train.warmup_steps",
+                format!("{:.0}", (share * steps).ceil()),
+            );
+        }
+        _ => import.line(
             entry,
             "is a share of steps that are not known yet: set train.warmup_steps by `terrace plan`",
-        );
+        ),
     }
+}
+
+fn optimizer(import: &mut Import, entry: &Entry) {
+    import.line(entry, "is AdamW here, as torch.optim.AdamW, in f32");
 }
 
 fn template(import: &mut Import, entry: &Entry) {
