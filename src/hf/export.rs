@@ -126,6 +126,8 @@ pub fn export(
     let target = Target::check(options, source_dir)?;
     let layouts = spec.tile_layouts();
     let shards = plan_shards(&layouts, options)?;
+    let tensor_bytes = shards.iter().map(|shard| shard.tensor_bytes).sum();
+    target.check_space(tensor_bytes)?;
     let mut partial = Partial::create(&target)?;
     let mut tensors = TensorWriter::new(&partial.path, options.dtype, &shards);
     let mut values = vec![0.0f32; EXTENT_ELEMENTS as usize];
@@ -139,7 +141,6 @@ pub fn export(
     }
     let mut files = tensors.finish()?;
     drop(values);
-    let tensor_bytes = shards.iter().map(|shard| shard.tensor_bytes).sum();
     if shards.len() > 1 {
         let index = index_json(&shards, tensor_bytes);
         files.push(partial.write_json("model.safetensors.index.json", &index)?);
@@ -413,6 +414,19 @@ impl Target {
             parent,
             replaces,
         })
+    }
+
+    /// Refuses a disk that is too full before anything is written. What is replaced goes last.
+    fn check_space(&self, bytes: u64) -> Result<()> {
+        let free = crate::store::free_bytes(&self.parent);
+        // 0 is also what file systems say that do not say.
+        if free == 0 || free >= bytes {
+            return Ok(());
+        }
+        let place = printable_path(&self.parent);
+        let (expected, got) = (format!("{bytes} bytes free"), free.to_string());
+        let remedy = "free space, or name a directory of another file system in --out";
+        Err(Error::input("export", place, expected, got, remedy))
     }
 
     fn sibling(&self, what: &str) -> PathBuf {
