@@ -239,12 +239,14 @@ fn run_steps(
     let mut snapshot = engine.tiers().stats.snapshot();
     for step in 0..arguments.steps + WARM_UP {
         let settings = StepSettings {
+            skipped: 0,
             step: step as u64 + 1,
             learning_rate: 1e-5,
             betas: [0.9, 0.95],
             eps: 1e-8,
             weight_decay: 0.01,
             max_grad_norm: train.max_grad_norm,
+            skip_above: None,
         };
         let micros = (0..train.micro_batches)
             .map(|micro| random_micro(arguments, spec, (step as u64) << 20 | micro))

@@ -206,12 +206,14 @@ fn median_step(engine: &mut Engine, spec: &ModelSpec, arguments: &Arguments) -> 
     let mut last = Instant::now();
     for step in 0..arguments.steps + WARM_UP {
         let settings = StepSettings {
+            skipped: 0,
             step: step as u64 + 1,
             learning_rate: 1e-5,
             betas: [0.9, 0.999],
             eps: 1e-8,
             weight_decay: 0.01,
             max_grad_norm: 1.0,
+            skip_above: None,
         };
         engine.train_step(
             vec![micro(arguments.seq_len, spec.vocab_size, step as u64)],

@@ -9,179 +9,21 @@
 //!
 //! The bytes on disk are `store::checkpoint`'s.
 
-use std::collections::BTreeMap;
+mod progress;
+
+pub use progress::{Best, Evaluations, Norms, Progress};
+
 use std::path::{Path, PathBuf};
 
-use serde_json::{Value, json};
-
 use crate::config::RunConfig;
-use crate::config::parse::Class;
-use crate::data::{Cursor, Dataset};
 use crate::error::{Error, Result};
 use crate::host::Ring;
 use crate::model::ModelSpec;
 use crate::step::Held;
-use crate::store::{CheckpointStore, Phase, Spec, StoredSection};
+use crate::store::{CheckpointStore, Phase, Reader, Spec, StoredSection};
 use crate::tile::{Precision, Section};
 use crate::transfer::Tiers;
 use crate::transfer::fill::Fill;
-
-/// Where a run stands at a commit.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Progress {
-    /// Steps done.
-    pub step: u64,
-    /// Tokens done.
-    pub tokens: u64,
-    /// The next sequence.
-    pub cursor: Cursor,
-    /// The run.toml, complete.
-    pub run: String,
-    /// Checksum of the training data.
-    pub data: String,
-    /// The model directory's config.json.
-    pub model: Value,
-    /// Bytes written to drives so far, of all processes of the run.
-    pub written: u64,
-    /// Device and libraries that computed it (see [`Device::identity`](crate::device::Device)).
-    pub device: String,
-    /// Matrix products with their algorithms, where a library chose them.
-    pub products: BTreeMap<String, String>,
-}
-
-impl Progress {
-    /// The progress of a run that has trained nothing yet.
-    pub fn new(config: &RunConfig, dataset: &Dataset, model: &Value, cursor: Cursor) -> Progress {
-        Progress {
-            step: 0,
-            tokens: 0,
-            cursor,
-            run: config.to_toml(),
-            data: format!("{:032x}", dataset.fingerprint()),
-            model: model.clone(),
-            written: 0,
-            device: String::new(),
-            products: BTreeMap::new(),
-        }
-    }
-
-    /// Takes over what a commit counted; a warning where another device computed it.
-    pub fn goes_on_from(&mut self, found: &Progress) -> Option<String> {
-        (self.step, self.tokens, self.written) = (found.step, found.tokens, found.written);
-        self.products.clone_from(&found.products);
-        let differs = !found.device.is_empty() && found.device != self.device;
-        differs.then(|| {
-            format!(
-                "warning: the commit was computed on {}, this run computes on {}: the last bits \
-                 of its numbers may differ",
-                found.device, self.device
-            )
-        })
-    }
-
-    fn to_json(&self) -> Value {
-        json!({
-            "terrace": env!("CARGO_PKG_VERSION"),
-            "step": self.step,
-            "tokens": self.tokens,
-            "cursor": self.cursor,
-            "run": self.run,
-            "data": self.data,
-            "model": self.model,
-            "written": self.written,
-            "device": self.device,
-            "products": self.products,
-        })
-    }
-
-    pub(crate) fn from_json(bytes: &[u8], path: &Path) -> Result<Progress> {
-        let damaged = |got: String| Error::Damaged {
-            path: path.to_path_buf(),
-            what: "metadata of a commit".to_string(),
-            offset: 0,
-            expected: "step, tokens, cursor, run, data and model".to_string(),
-            got,
-            remedy: "resume from another commit with --resume=STEP".to_string(),
-        };
-        let value: Value = serde_json::from_slice(bytes).map_err(|e| damaged(e.to_string()))?;
-        let text = |key: &str| value[key].as_str().map(str::to_string);
-        let read = || {
-            Some(Progress {
-                step: value["step"].as_u64()?,
-                tokens: value["tokens"].as_u64()?,
-                cursor: serde_json::from_value(value["cursor"].clone()).ok()?,
-                run: text("run")?,
-                data: text("data")?,
-                model: value["model"].clone(),
-                // Commits of versions that did not tell have none.
-                written: value["written"].as_u64().unwrap_or(0),
-                device: text("device").unwrap_or_default(),
-                products: serde_json::from_value(value["products"].clone()).unwrap_or_default(),
-            })
-        };
-        read().ok_or_else(|| damaged("another set of keys".to_string()))
-    }
-
-    /// What differs in the run that goes on from here, `now` being its own progress, as sentences;
-    /// an error for what may not, unless `allowed`. Model and data are held by their contents: they
-    /// may have moved.
-    pub fn changes(
-        &self,
-        config: &RunConfig,
-        now: &Progress,
-        allowed: bool,
-    ) -> Result<Vec<String>> {
-        let old = RunConfig::parse(&self.run, "the commit's run.toml", &[])?;
-        let mut sentences = Vec::new();
-        let refused = |place: &str, expected: &str, got: &str| {
-            Error::input(
-                "resume",
-                place,
-                expected,
-                got,
-                "change it back, or pass --resume-changed to go on with another run",
-            )
-        };
-        // As it is read back from a commit.
-        let model: Option<Value> = serde_json::from_str(&now.model.to_string()).ok();
-        let same_model = model.as_ref() == Some(&self.model);
-        for difference in config.resume_differences(&old) {
-            let (key, old, new) = (difference.key, difference.old, difference.new);
-            let moved = match key.as_ref() {
-                "model.path" => same_model,
-                "data.train" => now.data == self.data,
-                _ => false,
-            };
-            match difference.class {
-                Class::Free => {}
-                Class::Forbidden if !allowed && !moved => return Err(refused(&key, &old, &new)),
-                _ => sentences.push(format!("resumed with {key} = {new}, was {old}")),
-            }
-        }
-        let contents = [
-            ("the model's config.json", "model", same_model),
-            (
-                "training data (its tokens' checksum)",
-                "training data",
-                now.data == self.data,
-            ),
-        ];
-        for (place, name, same) in contents {
-            if same {
-                continue;
-            }
-            if !allowed {
-                let (expected, got) = match name {
-                    "model" => ("what the commit holds", "another"),
-                    _ => (self.data.as_str(), now.data.as_str()),
-                };
-                return Err(refused(place, expected, got));
-            }
-            sentences.push(format!("resumed with another {name}"));
-        }
-        Ok(sentences)
-    }
-}
 
 /// Names a model and its precision: a commit of another one is refused.
 pub fn model_hash(spec: &ModelSpec, precision: Precision) -> u128 {
@@ -219,6 +61,19 @@ pub struct Checkpoints {
     directory: PathBuf,
     /// Bytes of the file, if this process made it.
     made_bytes: u64,
+    /// The commit of the best evaluation stays beside the last ones.
+    keeps_best: bool,
+}
+
+/// Which commit of a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// The newest.
+    Newest,
+    /// That of a step.
+    Step(u64),
+    /// That of the evaluation with the lowest loss.
+    Best,
 }
 
 impl Checkpoints {
@@ -232,7 +87,7 @@ impl Checkpoints {
         let directory = checkpoint_dir(config);
         let store_spec = Spec {
             model_hash: model_hash(spec, config.precision()),
-            keep: config.checkpoint.keep,
+            keep: config.checkpoint.held(),
             sections: sections_of(tiers),
             engine: config.memory.io_engine,
             memory: tiers.commit_ring.iter().map(Ring::span).collect(),
@@ -264,6 +119,7 @@ impl Checkpoints {
                 true => store_spec.file_bytes().unwrap_or(0),
                 false => 0,
             },
+            keeps_best: config.checkpoint.keep_best,
         };
         let steps = checkpoints.steps()?;
         match (steps.last(), fresh) {
@@ -301,8 +157,7 @@ impl Checkpoints {
 
     /// Steps that are committed, oldest first.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        Ok(self
-            .all()?
+        Ok(all(&self.store)?
             .into_iter()
             .map(|(_, progress)| progress.step)
             .collect())
@@ -317,15 +172,21 @@ impl Checkpoints {
     /// [`Error::NonFinite`] for a weight that is not a number.
     pub fn commit(
         &mut self,
-        held: Held,
+        state: Held,
         progress: &Progress,
         synced: impl FnOnce(),
     ) -> Result<Written> {
+        // The commit of the best evaluation stays, if there is room for it beside the others.
+        let best = progress.evaluations.best.filter(|_| self.keeps_best);
+        let best = best.filter(|best| best.step != progress.step);
+        let held = |best: &Best| Ok::<_, Error>(find_step(&all(&self.store)?, best.step));
+        let pinned = best.as_ref().map(held).transpose()?.flatten();
+        self.store.set_pinned(pinned);
         let before = self.store.counters().write;
         let metadata = progress.to_json().to_string();
         commit_state(
             &mut self.store,
-            held,
+            state,
             progress.step,
             metadata.as_bytes(),
             synced,
@@ -339,7 +200,8 @@ impl Checkpoints {
 
     /// Puts the state of a commit into the tiers: the newest, or that of `step`.
     pub fn restore(&self, tiers: &Tiers, step: Option<u64>) -> Result<Progress> {
-        let (generation, progress) = self.find(step)?;
+        let choice = step.map_or(Choice::Newest, Choice::Step);
+        let (generation, progress) = find(&self.store, "resume", &self.directory, choice)?;
         let mut fill = Fill::new(tiers);
         let keys: Vec<_> = tiers.extents().collect();
         // The store reads into a ring of its own, so that scratch writes have theirs.
@@ -386,38 +248,64 @@ impl Checkpoints {
             remedy,
         }
     }
+}
 
-    fn find(&self, step: Option<u64>) -> Result<(u64, Progress)> {
-        let all = self.all()?;
-        let steps: Vec<String> = all.iter().map(|(_, p)| p.step.to_string()).collect();
-        let found = match step {
-            None => all.into_iter().next_back(),
-            Some(step) => all
-                .into_iter()
-                .rev()
-                .find(|(_, progress)| progress.step == step),
-        };
-        found.ok_or_else(|| {
-            Error::input(
-                "resume",
-                self.directory.display().to_string(),
-                format!("one of the steps {}", steps.join(", ")),
-                step.map_or("none".to_string(), |step| step.to_string()),
+/// The commits of a store, oldest first.
+fn all(store: &Reader) -> Result<Vec<(u64, Progress)>> {
+    let read = |generation: u64| {
+        let metadata = store.metadata(generation)?;
+        Ok((generation, Progress::from_json(&metadata, store.path())?))
+    };
+    store.generations().into_iter().map(read).collect()
+}
+
+/// The generation of a step; of several the last, which a run that went back made.
+fn find_step(all: &[(u64, Progress)], step: u64) -> Option<u64> {
+    let found = all.iter().rev().find(|(_, of)| of.step == step);
+    found.map(|(generation, _)| *generation)
+}
+
+/// The commit that is asked for; `what` names who asks in errors.
+fn find(
+    store: &Reader,
+    what: &'static str,
+    directory: &Path,
+    choice: Choice,
+) -> Result<(u64, Progress)> {
+    let mut all = all(store)?;
+    let refused = |expected: &str, got: &str, remedy: &str| {
+        let place = directory.display().to_string();
+        Error::input(what, place, expected, got, remedy)
+    };
+    let Some((newest, progress)) = all.last() else {
+        return Err(refused("a commit", "none", "wait for one, or train"));
+    };
+    let steps: Vec<String> = all.iter().map(|(_, p)| p.step.to_string()).collect();
+    let steps = steps.join(", ");
+    let generation = match choice {
+        Choice::Newest => *newest,
+        Choice::Step(step) => find_step(&all, step).ok_or_else(|| {
+            let expected = format!("one of the steps {steps}");
+            refused(
+                &expected,
+                &step.to_string(),
                 "name a step that is committed",
             )
-        })
-    }
-
-    fn all(&self) -> Result<Vec<(u64, Progress)>> {
-        let read = |generation: u64| {
-            let metadata = self.store.metadata(generation)?;
-            Ok((
-                generation,
-                Progress::from_json(&metadata, self.store.path())?,
-            ))
-        };
-        self.store.generations().into_iter().map(read).collect()
-    }
+        })?,
+        Choice::Best => {
+            let best = progress.evaluations.best.ok_or_else(|| {
+                let remedy = "set train.eval_every, or take the newest commit";
+                refused("a commit of a run with evaluations", "none", remedy)
+            })?;
+            find_step(&all, best.step).ok_or_else(|| {
+                let expected = format!("step {}, which has the lowest loss", best.step);
+                let remedy = "set checkpoint.keep_best = true to keep it, or name one of these";
+                refused(&expected, &format!("steps {steps}"), remedy)
+            })?
+        }
+    };
+    let found = all.iter().position(|(other, _)| *other == generation);
+    Ok(all.swap_remove(found.expect("it is one of them")))
 }
 
 /// Writes the state that is held into a store as its next generation: what [`Checkpoints::commit`]
@@ -488,9 +376,9 @@ fn own_ring(slab_bytes: u64) -> Result<Ring> {
     Ok(cutter.cut_ring(SLABS, slab_bytes))
 }
 
-/// The newest commit of a directory, or that of `step`, opened to read weights from.
+/// A commit of a directory, opened to read weights from, also beside a running training.
 pub struct CommittedWeights {
-    store: CheckpointStore,
+    store: Reader,
     generation: u64,
     ring: Ring,
     /// Where the run stood.
@@ -499,17 +387,15 @@ pub struct CommittedWeights {
 
 impl CommittedWeights {
     /// Opens a checkpoint directory.
-    pub fn open(directory: &Path, step: Option<u64>) -> Result<CommittedWeights> {
-        let store = CheckpointStore::open_existing(directory)?;
-        let checkpoints = Checkpoints {
-            store,
-            directory: directory.to_path_buf(),
-            made_bytes: 0,
-        };
-        let (generation, progress) = checkpoints.find(step)?;
+    ///
+    /// # Errors
+    /// Those of [`CheckpointStore::open_read_only`]; [`Error::Input`] if it has no such commit.
+    pub fn open(directory: &Path, choice: Choice) -> Result<CommittedWeights> {
+        let store = CheckpointStore::open_read_only(directory)?;
+        let (generation, progress) = find(&store, "checkpoint", directory, choice)?;
         let ring = own_ring(crate::tile::EXTENT_BYTES_MAX)?;
         Ok(CommittedWeights {
-            store: checkpoints.store,
+            store,
             generation,
             ring,
             progress,
@@ -561,33 +447,6 @@ impl CommittedWeights {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn progress_comes_back_from_its_metadata_and_older_ones_lack_what_they_did_not_tell() {
-        let products = BTreeMap::from([("8 x 8 x 8 NN".to_string(), "1 2 3".to_string())]);
-        let progress = Progress {
-            step: 3,
-            tokens: 5,
-            cursor: serde_json::from_value(json!({"epoch": 1, "sequence": 2})).unwrap_or_default(),
-            run: "run".to_string(),
-            data: "data".to_string(),
-            model: json!({"a": 1}),
-            written: 7,
-            device: "a card".to_string(),
-            products,
-        };
-        let read = |value: Value| Progress::from_json(value.to_string().as_bytes(), "x".as_ref());
-        assert_eq!(read(progress.to_json()).ok(), Some(progress.clone()));
-        let mut older = progress.to_json();
-        let keys = older.as_object_mut().expect("an object");
-        for key in ["written", "device", "products"] {
-            keys.shift_remove(key);
-        }
-        let read = read(older).expect("older metadata are read");
-        assert_eq!((read.written, read.device.as_str()), (0, ""));
-        assert_eq!(read.products, BTreeMap::new());
-        assert_eq!(read.step, progress.step);
-    }
 
     #[test]
     fn infinities_and_nans_of_both_formats_are_seen_and_the_largest_numbers_are_not() {

@@ -163,8 +163,16 @@ pub struct TrainConfig {
     pub max_grad_norm: f64,
     /// Format of gradients between device and optimizer.
     pub gradient_dtype: GradientDtype,
+    /// What is done about a spike of the gradient norm.
+    pub on_spike: OnSpike,
+    /// How many times its running mean a norm may be.
+    pub spike_threshold: f64,
     /// Steps between evaluations; 0 is never.
     pub eval_every: u64,
+    /// Evaluations without an improvement that end the run; 0 is never.
+    pub early_stopping_patience: u64,
+    /// What of an evaluation's loss is no improvement.
+    pub early_stopping_threshold: f64,
     /// Seed of everything random.
     pub seed: u64,
 }
@@ -256,8 +264,40 @@ pub struct CheckpointConfig {
     pub every: u64,
     /// Commits that are kept, at least 1.
     pub keep: u64,
+    /// The commit of the evaluation with the lowest loss is kept too.
+    pub keep_best: bool,
     /// Level of zstd, 1..=19; 0 is off.
     pub zstd: u64,
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> CheckpointConfig {
+        CheckpointConfig {
+            dir: None,
+            every: 100,
+            keep: 2,
+            keep_best: false,
+            zstd: 0,
+        }
+    }
+}
+
+impl CheckpointConfig {
+    /// Commits that a store holds when it is full.
+    pub fn held(&self) -> u64 {
+        self.keep + u64::from(self.keep_best)
+    }
+}
+
+/// What is done about a gradient norm far above those before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnSpike {
+    /// It is told.
+    Continue,
+    /// The run ends.
+    Stop,
+    /// Its step makes no update.
+    Skip,
 }
 
 /// `[log]`
@@ -343,7 +383,11 @@ impl Default for RunConfig {
                 weight_decay: 0.01,
                 max_grad_norm: 1.0,
                 gradient_dtype: GradientDtype::Bf16,
+                on_spike: OnSpike::Continue,
+                spike_threshold: 5.0,
                 eval_every: 0,
+                early_stopping_patience: 0,
+                early_stopping_threshold: 0.0,
                 seed: 0,
             },
             optimizer: OptimizerConfig {
@@ -361,12 +405,7 @@ impl Default for RunConfig {
                 profile: None,
                 io_timeout: 60,
             },
-            checkpoint: CheckpointConfig {
-                dir: None,
-                every: 100,
-                keep: 2,
-                zstd: 0,
-            },
+            checkpoint: CheckpointConfig::default(),
             log: LogConfig {
                 dir: PathBuf::from("runs/terrace"),
                 sample_every: 0,

@@ -377,7 +377,7 @@ impl Plan {
             gradient_bytes: homes::gradient_bytes(config),
             tied: spec.tied,
             spilled_bytes,
-            checkpoint_bytes: commit_bytes * (config.checkpoint.keep + 1),
+            checkpoint_bytes: commit_bytes * (config.checkpoint.held() + 1),
             wear: Wear {
                 commit_bytes,
                 commit_every: every,

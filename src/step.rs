@@ -10,7 +10,8 @@
 //! - The first failure of a lane stops all lanes; every later call returns an error.
 //! - A commit runs beside the next step: tiles that [`Engine::hold`] keeps are not updated before
 //!   they are released.
-//! - A non-finite loss or norm stops the run before any update that it would reach (invariant 10).
+//! - A non-finite loss or norm stops the run before any update that it would reach (invariant 10),
+//!   or is skipped by choice: then all lanes walk as ever, and the update lane changes nothing.
 //!
 //! What is done and in which order is decided in `schedule`; how bytes move, in `transfer`.
 
@@ -48,8 +49,10 @@ use progress::{Failure, Progress};
 /// How AdamW runs in a step; the bias corrections and the rate are computed from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepSettings {
-    /// The step, counted from 1: AdamW's t.
+    /// The step, counted from 1.
     pub step: u64,
+    /// Steps before it that made no update: AdamW's t is `step − skipped`.
+    pub skipped: u64,
     /// Learning rate of this step.
     pub learning_rate: f64,
     /// AdamW's betas.
@@ -60,6 +63,9 @@ pub struct StepSettings {
     pub weight_decay: f64,
     /// Norm to clip to; 0 is off.
     pub max_grad_norm: f64,
+    /// The step makes no update where its norm is larger than this or not finite; without it a
+    /// norm that is not finite is an error. Only with clipping.
+    pub skip_above: Option<f64>,
 }
 
 /// What a training step came to.
@@ -73,6 +79,8 @@ pub struct StepResult {
     pub tokens: u64,
     /// Tokens with a target.
     pub targets: u64,
+    /// It made no update.
+    pub skipped: bool,
 }
 
 /// The data of one pass over a schedule.
@@ -86,8 +94,8 @@ struct PassData {
     losses: Mutex<Vec<f64>>,
     /// Squared norm by layer.
     norms: Mutex<Vec<f64>>,
-    /// Set when updates may run.
-    adamw: OnceLock<AdamwStep>,
+    /// Set when updates may run; `None` where the step makes none.
+    adamw: OnceLock<Option<AdamwStep>>,
     grad_norm: OnceLock<f64>,
     /// Logits by micro-batch, in the generating form.
     logits: Mutex<Vec<Vec<f32>>>,
@@ -229,6 +237,7 @@ impl Engine {
     pub fn train_step(&mut self, micros: Vec<Micro>, settings: StepSettings) -> Result<StepResult> {
         self.check()?;
         assert_eq!(micros.len() as u64, self.shared.plan.map.shape.micros);
+        assert!(settings.skip_above.is_none() || settings.max_grad_norm > 0.0);
         let pass = Self::next_pass(self.train.as_mut(), micros, Some(settings));
         let shared = &pass.data;
         self.shared.named.name(pass.number - 1, &shared.sorted);
@@ -248,6 +257,7 @@ impl Engine {
             grad_norm,
             tokens,
             targets,
+            skipped: shared.adamw.get() == Some(&None),
         })
     }
 
@@ -324,7 +334,9 @@ impl Engine {
             .count();
         let adamw = OnceLock::new();
         if let Some(settings) = settings.filter(|settings| settings.max_grad_norm == 0.0) {
-            adamw.set(settings.adamw(1.0)).expect("the lock is new");
+            adamw
+                .set(Some(settings.adamw(1.0)))
+                .expect("the lock is new");
         }
         let sorted = if settings.is_some() {
             micros
@@ -412,13 +424,15 @@ impl StepSettings {
     fn adamw(&self, grad_scale: f32) -> AdamwStep {
         let StepSettings {
             step,
+            skipped,
             learning_rate,
             betas,
             eps,
             weight_decay,
             ..
         } = *self;
-        AdamwStep::new(learning_rate, betas, eps, weight_decay, step, grad_scale)
+        let t = step - skipped;
+        AdamwStep::new(learning_rate, betas, eps, weight_decay, t, grad_scale)
     }
 }
 
@@ -481,21 +495,22 @@ impl Shared {
         }
     }
 
-    /// Global norm from the tiles' in tile order; sets the factor that clips it.
+    /// Global norm from the tiles' in tile order; sets the factor that clips it, or that nothing
+    /// is updated.
     fn clip(&self, pass: &Pass) -> Result<()> {
         let settings = pass
             .data
             .settings
             .expect("only training passes have a norm");
         let norm = pass.global_norm();
-        if !norm.is_finite() {
+        let above = |limit: f64| norm.is_nan() || norm > limit;
+        let is_skipped = settings.skip_above.is_some_and(above);
+        if !norm.is_finite() && !is_skipped {
             return Err(self.non_finite(pass, "gradient norm".to_string(), norm));
         }
-        let scale = clip_coefficient(norm, settings.max_grad_norm);
-        pass.data
-            .adamw
-            .set(settings.adamw(scale))
-            .expect("a step is clipped once");
+        let scale = || clip_coefficient(norm, settings.max_grad_norm);
+        let adamw = (!is_skipped).then(|| settings.adamw(scale()));
+        pass.data.adamw.set(adamw).expect("a step is clipped once");
         Ok(())
     }
 }
@@ -508,6 +523,12 @@ impl Pass {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         norms.iter().sum::<f64>().sqrt()
+    }
+
+    /// A number that is not one makes the step one without an update.
+    fn skips_non_finite(&self) -> bool {
+        let settings = self.data.settings.as_ref();
+        settings.is_some_and(|settings| settings.skip_above.is_some())
     }
 
     fn action(&self, index: usize) -> Action {

@@ -14,16 +14,20 @@
 
 mod commit;
 mod compare;
+mod evaluation;
 mod lines;
 mod report;
 mod samples;
 mod setup;
+mod spikes;
 
 pub use commit::CommitReport;
 pub use compare::Comparison;
+pub use evaluation::Evaluation;
 pub use report::{DriveBytes, Metrics, StepReport};
 pub use samples::Sample;
 pub use setup::{Budget, build_engine, choose_device, resolve_budgets};
+pub use spikes::Spike;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -336,12 +340,15 @@ impl Trainer {
         let rate = learning_rate(train, self.run.total_steps, self.progress.step);
         let settings = StepSettings {
             step: self.progress.step + 1,
+            skipped: self.progress.norms.skipped,
             learning_rate: rate,
             betas: train.betas,
             eps: train.eps,
             weight_decay: train.weight_decay,
             max_grad_norm: train.max_grad_norm,
+            skip_above: spikes::skip_above(&self.progress.norms, train),
         };
+        let threshold = train.spike_threshold;
         let micros = self.run.batches.next_step()?;
         let result = match self.engine.train_step(micros, settings) {
             Ok(result) => result,
@@ -349,6 +356,8 @@ impl Trainer {
         };
         self.progress.step += 1;
         self.progress.tokens += result.tokens;
+        let (norm, skipped) = (result.grad_norm, result.skipped);
+        let spike = spikes::count(&mut self.progress.norms, threshold, norm, skipped);
         let seconds = self.last_return.elapsed().as_secs_f64();
         self.last_return = Instant::now();
         let snapshot = self.engine.tiers().stats.snapshot();
@@ -363,48 +372,25 @@ impl Trainer {
             learning_rate: rate,
             tokens: result.tokens,
             targets: result.targets,
+            spike,
+            skipped: self.progress.norms.skipped,
             step_seconds: seconds,
             moved,
             written: self.count_written(moved.bytes[Hop::Write as usize]),
         };
         self.metrics.step(&report);
-        Ok(report)
-    }
-
-    /// Mean loss over the evaluation data; `None` without such data.
-    pub fn evaluate(&mut self) -> Result<Option<f64>> {
-        if self.run.eval.is_empty() {
-            return Ok(None);
+        let (norms, train) = (&self.progress.norms, &self.run.config.train);
+        match spikes::check(norms, train, (report.step, report.grad_norm), spike) {
+            Ok(()) => Ok(report),
+            Err(error) => Err(self.stopped(error)),
         }
-        let at_once = usize::try_from(self.run.config.train.micro_batches).expect("capped");
-        let (mut sum, mut targets) = (0.0, 0);
-        for micros in self.run.eval.chunks(at_once) {
-            match self.engine.evaluate(micros.to_vec()) {
-                Ok((losses, count)) => {
-                    sum += losses;
-                    targets += count;
-                }
-                Err(error) => return Err(self.stopped(error)),
-            }
-        }
-        let loss = sum / targets.max(1) as f64;
-        // What it moved is no step's.
-        self.last_snapshot = self.engine.tiers().stats.snapshot();
-        self.metrics.evaluation(self.progress.step, loss);
-        self.last_return = Instant::now();
-        Ok(Some(loss))
     }
 
     /// Whether a commit is due after the steps done so far.
     pub fn commit_is_due(&self) -> bool {
         let every = self.run.config.checkpoint.every;
-        every > 0 && self.progress.step.is_multiple_of(every) && !self.is_committed()
-    }
-
-    /// Whether an evaluation is due after the steps done so far.
-    pub fn evaluation_is_due(&self) -> bool {
-        let every = self.run.config.train.eval_every;
-        every > 0 && self.progress.step.is_multiple_of(every)
+        let is_due = self.progress.step.is_multiple_of(every) || self.is_best_to_keep();
+        every > 0 && is_due && !self.is_committed()
     }
 
     /// Begins to make the state after the steps done so far durable, and returns; a commit under

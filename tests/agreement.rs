@@ -287,12 +287,14 @@ fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
 
 fn settings(step: u64, numbers: Numbers) -> StepSettings {
     StepSettings {
+        skipped: 0,
         step,
         learning_rate: 1e-2,
         betas: [0.9, 0.99],
         eps: 1e-8,
         weight_decay: 0.1,
         max_grad_norm: numbers.max_grad_norm,
+        skip_above: None,
     }
 }
 

@@ -97,12 +97,14 @@ fn directory() -> tempfile::TempDir {
 /// The bits of the loss.
 fn step(engine: &mut Engine, way: Way, step: u64) -> Result<u64> {
     let settings = StepSettings {
+        skipped: 0,
         step,
         learning_rate: way.learning_rate,
         betas: [0.9, 0.99],
         eps: 1e-8,
         weight_decay: 0.1,
         max_grad_norm: way.max_grad_norm,
+        skip_above: None,
     };
     let micros = support::micros(step, 2, SEQ_LEN, VOCAB);
     Ok(engine.train_step(micros, settings)?.loss.to_bits())

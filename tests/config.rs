@@ -776,6 +776,23 @@ dir = \"saves/qwen\"
 }
 
 #[test]
+fn a_share_of_known_steps_becomes_steps() {
+    for (ratio, steps, warmup) in [
+        ("0.03", "1000", "30"),
+        ("0.1", "55", "6"),
+        ("0.0", "9", "0"),
+    ] {
+        let yaml = format!(
+            "model_name_or_path: m\ndataset: d\nwarmup_ratio: {ratio}\nmax_steps: {steps}\n"
+        );
+        let imported = import(&yaml, "lf.yaml").expect("a run");
+        let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
+        assert_eq!(config.train.warmup_steps.to_string(), warmup);
+        assert!(imported.lines.iter().all(|line| !line.contains("warmup")));
+    }
+}
+
+#[test]
 fn a_file_of_megatrain_is_imported() {
     let yaml = "model:
   name: \"Qwen/Qwen2.5-7B-Instruct\"
@@ -825,8 +842,9 @@ seed = 42
         [
             "mt.yaml:3: model.dtype: bfloat16 is precision \"bf16\", here with an exact fp32 master",
             "mt.yaml:8: dataset.query_field: query has no counterpart and is left out",
-            "mt.yaml: model.attn_implementation, optimizer.type, memory.num_grad_slabs: say how \
-             MegaTrain runs, not what it learns; Terrace plans by itself",
+            "mt.yaml:16: optimizer.type: deepspeed_adam is AdamW here, as torch.optim.AdamW, in f32",
+            "mt.yaml: model.attn_implementation, memory.num_grad_slabs: say how MegaTrain runs, not \
+             what it learns; Terrace plans by itself",
         ]
     );
 }

@@ -134,6 +134,54 @@ fn a_gradient_that_overflows_does_not_reach_its_tile() {
     }
 }
 
+/// By choice such a step makes no update, nor does one whose norm is above a limit; what follows is
+/// as if it had not been, AdamW's count of steps included.
+#[test]
+fn a_step_that_is_skipped_leaves_every_byte_as_it_was() {
+    let case = Case::open("llama");
+    let changes: [fn(&str, &mut [f32]); 3] = [
+        |_, _| {},
+        |name, values| break_one_weight(name, values, f32::NAN),
+        overflow_query_gradient,
+    ];
+    for (precision, change) in [Precision::Fp32, Precision::Bf16]
+        .into_iter()
+        .flat_map(|precision| changes.map(|change| (precision, change)))
+    {
+        let micros = case.forward_micros();
+        let config = config(precision, &micros);
+        let mut engine = engine(&case.spec, &config);
+        case.initialise_changed(&engine, change);
+        let layers = 0..case.spec.layer_count();
+        let bytes = |engine: &_| {
+            layers
+                .clone()
+                .map(|l| tile_bytes(engine, l))
+                .collect::<Vec<_>>()
+        };
+        let before = bytes(&engine);
+        let mut skipping = settings(&config, 1, 1e-2);
+        skipping.skip_above = Some(1e-9);
+        let result = engine.train_step(micros.clone(), skipping).unwrap();
+        assert!(result.skipped, "{precision:?}");
+        engine.drain().unwrap();
+        assert!(bytes(&engine) == before, "{precision:?}: no byte changes");
+        case.initialise_changed(&engine, |_, _| {});
+        let mut second = settings(&config, 2, 1e-2);
+        (second.skipped, second.skip_above) = (1, Some(f64::MAX));
+        assert!(!engine.train_step(micros.clone(), second).unwrap().skipped);
+        engine.drain().unwrap();
+        let after = bytes(&engine);
+        let mut other = support::engine(&case.spec, &config);
+        case.initialise_changed(&other, |_, _| {});
+        other
+            .train_step(micros, settings(&config, 1, 1e-2))
+            .unwrap();
+        other.drain().unwrap();
+        assert!(bytes(&other) == after, "{precision:?}: as a first step");
+    }
+}
+
 /// The all-ones NaN rounds to −0 in bf16: loss and norm would stay finite, the master never.
 #[test]
 fn a_model_file_with_a_number_that_is_not_one_is_refused() {

@@ -1,5 +1,5 @@
 //! Goal: what is done between steps changes no step, and survives a resume: samples of generated
-//! text.
+//! text, the best evaluation's commit, early stopping. Steps that are skipped are, too.
 //!
 //! Method: the real binary trains the embedded model for a few steps, its states spilled, once
 //! plainly and once with what is tested; lines of steps are compared digit by digit.
@@ -167,4 +167,167 @@ fn prompts_that_cannot_be_are_refused_before_anything_is_made() {
         assert!(words(&output).contains(message), "{}", words(&output));
         assert!(!room.path("run/metrics.jsonl").exists());
     }
+}
+
+/// Weights stay as they are, so that the first evaluation stays the best.
+const STILL: &[&str] = &[
+    "data.eval_split=3",
+    "data.eval=[]",
+    "train.learning_rate=0",
+    "train.min_learning_rate=0",
+];
+
+fn with<'a>(parts: &[&[&'a str]]) -> Vec<&'a str> {
+    parts.concat()
+}
+
+impl Room {
+    /// Runs another tool on the run's checkpoint.
+    fn tool(&self, tool: &str, arguments: &str) -> Output {
+        let checkpoint = self.path("run/checkpoint").display().to_string();
+        let arguments = arguments.split(' ').map(|argument| match argument {
+            "DIR" => checkpoint.clone(),
+            "OUT" => self.path("out").display().to_string(),
+            other => other.to_string(),
+        });
+        Command::new(tool).args(arguments).output().unwrap()
+    }
+
+    /// Steps of its commits, and the one that is marked as the best.
+    fn commits(&self) -> (Vec<u64>, Vec<u64>) {
+        let listed = self.tool(env!("CARGO_BIN_EXE_terrace-inspect"), "list DIR --json");
+        let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+        let commits = listed["commits"].as_array().unwrap();
+        let step = |commit: &Value| commit["step"].as_u64().unwrap();
+        let best = commits.iter().filter(|commit| commit["best"] == true);
+        (commits.iter().map(step).collect(), best.map(step).collect())
+    }
+}
+
+#[test]
+fn the_best_evaluation_keeps_its_commit_whatever_keep_says() {
+    let best = [
+        "train.eval_every=1",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=true",
+    ];
+    let sets = with(&[STILL, &best, &["checkpoint.every=3", "train.steps=9"]]);
+    let room = Room::new();
+    let killed = room.train(&sets, &["--kill-at", "commit:manifest:4"]);
+    assert!(!killed.status.success(), "{}", words(&killed));
+    // Its step is no multiple of checkpoint.every: it was committed for itself.
+    assert_eq!(room.commits(), (vec![1, 6], vec![1]));
+    let said = room.train_to_end(&sets, &["--resume"]);
+    assert_eq!(room.commits(), (vec![1, 9], vec![1]));
+    assert!(said.contains("best: step 1, held-out loss "), "{said}");
+    let (terrace, inspect) = (
+        env!("CARGO_BIN_EXE_terrace"),
+        env!("CARGO_BIN_EXE_terrace-inspect"),
+    );
+    let listed = words(&room.tool(inspect, "list DIR"));
+    assert!(listed.contains("step 1 (best, held-out loss "), "{listed}");
+    let exported = room.tool(terrace, "export --checkpoint DIR --best --out OUT");
+    assert!(exported.status.success(), "{}", words(&exported));
+    let exported = std::fs::read(room.path("out/model.safetensors")).unwrap();
+    let again = room.tool(
+        terrace,
+        "export --checkpoint DIR --step 1 --overwrite --out OUT",
+    );
+    assert!(again.status.success(), "{}", words(&again));
+    assert!(std::fs::read(room.path("out/model.safetensors")).unwrap() == exported);
+    // Without it the next commits take its place, and what is asked for by name is not there.
+    let off = with(&[&sets, &["checkpoint.keep_best=false", "train.steps=12"]]);
+    room.train_to_end(&off, &["--resume"]);
+    assert_eq!(room.commits(), (vec![12], vec![]));
+    let refused = room.tool(
+        terrace,
+        "export --checkpoint DIR --best --overwrite --out OUT",
+    );
+    let message = "expected step 1, which has the lowest loss, got steps 12; \
+                   set checkpoint.keep_best = true";
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(words(&refused).contains(message), "{}", words(&refused));
+}
+
+#[test]
+fn evaluations_without_an_improvement_end_the_run_also_over_a_resume() {
+    let sets = with(&[
+        STILL,
+        &["train.eval_every=1", "train.early_stopping_patience=3"],
+    ]);
+    let sets = with(&[&sets, &["checkpoint.every=1"]]);
+    let (room, plain) = (Room::new(), Room::new());
+    let said = plain.train_to_end(&sets, &[]);
+    assert!(said.contains("early stopping: "), "{said}");
+    assert_eq!(plain.steps().len(), 4);
+    let killed = room.train(&sets, &["--kill-at", "compute:backward:4"]);
+    assert!(!killed.status.success(), "{}", words(&killed));
+    room.train_to_end(&sets, &["--resume"]);
+    assert_eq!(room.steps(), plain.steps());
+    let said = room.train_to_end(&sets, &["--resume"]);
+    let nothing = "nothing to do: 4 steps are done, train.early_stopping_patience is used up";
+    assert!(said.contains(nothing), "{said}");
+    let said = room.train_to_end(
+        &with(&[&sets, &["train.early_stopping_patience=5"]]),
+        &["--resume"],
+    );
+    assert!(said.contains("5 in a row without an improvement"), "{said}");
+    assert_eq!(room.steps().len(), 6);
+}
+
+/// So many norms are above the mean that some steps are spikes.
+const SPIKY: &[&str] = &[
+    "train.steps=30",
+    "train.learning_rate=1e-5",
+    "train.min_learning_rate=0",
+    "train.spike_threshold=1.05",
+    "checkpoint.every=8",
+];
+
+#[test]
+fn skipped_steps_are_counted_and_a_resume_skips_the_same() {
+    let sets = with(&[SPIKY, &["train.on_spike=skip"]]);
+    let (room, plain) = (Room::new(), Room::new());
+    let said = plain.train_to_end(&with(&[&sets, &["memory.host=64MiB"]]), &[]);
+    assert!(
+        said.contains("; no update was made (1 steps so far)"),
+        "{said}"
+    );
+    let steps = |room: &Room| {
+        let lines = room.lines("metrics.jsonl").into_iter();
+        let steps = lines.filter(|line| line.get("loss").is_some());
+        let keys = ["step", "loss", "grad_norm", "spike", "skipped_steps"];
+        steps
+            .map(|line| keys.map(|key| line[key].to_string()).join(" "))
+            .collect::<Vec<_>>()
+    };
+    // One before the spike is committed, one after.
+    let killed = room.train(&sets, &["--kill-at", "compute:backward:24"]);
+    assert!(!killed.status.success(), "{}", words(&killed));
+    let killed = room.train(&sets, &["--resume", "--kill-at", "compute:backward:27"]);
+    assert!(words(&killed).contains("step 17/30"), "{}", words(&killed));
+    let said = room.train_to_end(&sets, &["--resume"]);
+    assert!(said.contains("step 25/30"), "{said}");
+    assert_eq!(steps(&room), steps(&plain));
+    let last = plain.lines("metrics.jsonl");
+    let skipped = last.iter().filter(|line| line["spike"]["skipped"] == true);
+    let counted = last
+        .iter()
+        .filter_map(|line| line["skipped_steps"].as_u64());
+    assert_eq!(counted.max(), Some(skipped.count() as u64));
+}
+
+#[test]
+fn a_spike_may_end_the_run_or_be_told() {
+    let room = Room::new();
+    let stopped = room.train(&with(&[SPIKY, &["train.on_spike=stop"]]), &[]);
+    assert_eq!(stopped.status.code(), Some(1), "{}", words(&stopped));
+    let said = words(&stopped);
+    assert!(
+        said.contains("more than 1.05 times its running mean"),
+        "{said}"
+    );
+    assert!(said.contains("the last commit is step "), "{said}");
+    let told = Room::new().train_to_end(SPIKY, &[]);
+    assert!(told.contains(": spike: gradient norm "), "{told}");
 }

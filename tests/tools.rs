@@ -333,7 +333,8 @@ fn run_files_and_arguments_that_are_wrong_are_refused() {
         2,
         "run.toml: typed.toml line 9: expected a key of [train] (steps, epochs, \
          micro_batch, micro_batches, learning_rate, schedule, warmup_steps, min_learning_rate, \
-         betas, eps, weight_decay, max_grad_norm, gradient_dtype, eval_every, seed), got stpes; \
+         betas, eps, weight_decay, max_grad_norm, gradient_dtype, on_spike, spike_threshold, \
+         eval_every, early_stopping_patience, early_stopping_threshold, seed), got stpes; \
          did you mean steps?",
     );
     room.write("bare.toml", &RUN.replace("\"64MiB\"", "64"));
@@ -512,6 +513,31 @@ fn an_auto_store_on_a_mount_point_counts_that_file_system() {
 }
 
 #[test]
+fn a_full_disk_under_the_token_cache_leaves_the_tokens_in_memory() {
+    let room = Room::new();
+    let Some(_mount) = Mount::tmpfs(room.path("caches"), "300k") else {
+        return;
+    };
+    let line = "{\"text\": \"the cat sat on the mat and looked at the moon\"}\n";
+    room.write("long.jsonl", &line.repeat((33 << 20) / line.len()));
+    let preview = |cache: &str| {
+        let arguments = format!("data preview run.toml --set data.train=long.jsonl {cache}");
+        let mut command = room.command(TERRACE, &arguments);
+        let ended = command.env("XDG_CACHE_HOME", room.path("caches")).output();
+        Ended::from(ended.unwrap())
+    };
+    let out = preview("").success();
+    assert!(out.contains("tokens are kept in memory: write: "), "{out}");
+    // A directory that was asked for by name is not passed over.
+    let named = preview("--set data.cache=caches/own");
+    assert_eq!(named.code, 4, "{named:?}");
+    assert!(
+        named.err.contains("set data.cache to another directory"),
+        "{named:?}"
+    );
+}
+
+#[test]
 fn a_store_on_tmpfs_works_and_is_warned_of() {
     let room = Room::new();
     let Some(_mount) = Mount::tmpfs(room.path("memory"), "64m") else {
@@ -528,8 +554,9 @@ fn a_store_on_tmpfs_works_and_is_warned_of() {
 #[test]
 fn directories_of_a_run_that_runs_are_refused_with_its_process() {
     let room = Room::new();
+    assert_eq!(room.terrace("train run.toml").code, 0);
     let endless = "train run.toml --set train.steps=1000000 --set checkpoint.every=100000 \
-                   --set memory.host=3324KiB --set memory.store=store";
+                   --set memory.host=3324KiB --set memory.store=store --resume";
     let mut holder = room
         .command(TERRACE, endless)
         .stdout(Stdio::piped())
@@ -547,7 +574,9 @@ fn directories_of_a_run_that_runs_are_refused_with_its_process() {
     let code = |arguments: &str| room.terrace(arguments);
     let checkpoint = code("train run.toml");
     let store = code(&format!("{SPILLED} --set memory.store=store"));
-    let export = code("export --checkpoint run/checkpoint --out exported");
+    let export = code("export --checkpoint run/checkpoint --out beside");
+    let generate = "generate --checkpoint run/checkpoint --prompt moon --tokens 4 --device cpu";
+    let generated = code(generate);
     let inspect = room
         .command(INSPECT, "verify run/checkpoint")
         .output()
@@ -555,22 +584,31 @@ fn directories_of_a_run_that_runs_are_refused_with_its_process() {
     holder.kill().unwrap();
     holder.wait().unwrap();
     drain.join().unwrap();
-    for (ended, path) in [
-        (checkpoint, "run/checkpoint"),
-        (store, "store"),
-        (export, "run/checkpoint"),
-    ] {
+    for (ended, path) in [(checkpoint, "run/checkpoint"), (store, "store")] {
         assert_eq!(ended.code, 5, "{ended:?}");
         assert_eq!(ended.err, format!("terrace: {}\n", message(path)));
     }
-    // Looking needs no lock.
+    // Reading needs no lock: what is committed comes out as it does when the run has ended.
+    let (read, name) = (
+        |path: &str| std::fs::read(room.path(path)).unwrap(),
+        "model.safetensors",
+    );
+    assert_eq!(
+        (export.code, generated.code),
+        (0, 0),
+        "{export:?} {generated:?}"
+    );
+    assert_eq!(
+        code("export --checkpoint run/checkpoint --out after").code,
+        0
+    );
+    assert!(read(&format!("beside/{name}")) == read(&format!("after/{name}")));
+    assert_eq!(code(generate).out, generated.out);
     let inspect = Ended::from(inspect);
     assert_eq!(inspect.code, 0, "{inspect:?}");
     let used = format!("in use by process {pid}: this is what was committed so far\n");
     assert!(inspect.out.starts_with(&used), "{inspect:?}");
-    assert!(
-        !room.path("exported").exists() && !room.path("new/checkpoint/checkpoint.tiles").exists()
-    );
+    assert!(!room.path("new/checkpoint/checkpoint.tiles").exists());
 }
 
 #[test]
@@ -663,6 +701,18 @@ fn wrong_exports_and_prompts_are_refused() {
         2,
         "arguments: --seq-len: expected 2 to 1048576 tokens, got 1048577; correct it",
     );
+}
+
+#[test]
+fn a_refused_run_leaves_no_empty_trace() {
+    let room = Room::new();
+    let refused = || room.terrace("train run.toml --trace trace.json --set memory.host=1KiB");
+    assert_eq!(refused().code, 2);
+    assert!(!room.path("trace.json").exists());
+    std::fs::write(room.path("trace.json"), "").unwrap();
+    assert_eq!(refused().code, 2);
+    // What was there before is somebody's.
+    assert!(room.path("trace.json").exists());
 }
 
 #[test]

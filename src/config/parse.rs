@@ -10,10 +10,10 @@
 
 use toml::de::{DeTable, DeValue};
 
-use super::RunConfig;
 use super::given::{Given, WHAT, distance, shown, unknown_key};
 pub use super::keys::Class;
 use super::keys::{Key, TABLES, Table, keys};
+use super::{OnSpike, RunConfig};
 use crate::error::{Error, Result, printable};
 use crate::tile::{GradientDtype, MomentDtype, Precision};
 
@@ -190,6 +190,7 @@ impl Reading {
         if reading.faults.is_empty() {
             reading.check_keys_together(place);
             reading.check_lists(place);
+            reading.check_between_steps(place);
             if whole {
                 reading.check_whole(place);
             }
@@ -254,6 +255,39 @@ impl Reading {
             let got = "\"bf16\"".to_string();
             let remedy = "leave it out, or use precision \"bf16\"";
             self.refuse(place, "optimizer.moments", expected, got, remedy);
+        }
+    }
+
+    /// What needs evaluations, checkpoints or clipping.
+    fn check_between_steps(&mut self, place: &str) {
+        let (train, checkpoint) = (self.config.train.clone(), self.config.checkpoint.clone());
+        let mut needs = |key: &str, expected: &str, got: String, remedy: &str| {
+            self.refuse(place, key, expected.to_string(), got, remedy);
+        };
+        let patience = train.early_stopping_patience;
+        if patience > 0 && train.eval_every == 0 {
+            let (key, remedy) = ("train.early_stopping_patience", "set train.eval_every");
+            needs(key, "0 without evaluations", patience.to_string(), remedy);
+        }
+        if checkpoint.keep_best {
+            let key = "checkpoint.keep_best";
+            if train.eval_every == 0 {
+                let expected = "false without evaluations";
+                needs(key, expected, "true".to_string(), "set train.eval_every");
+            }
+            if checkpoint.every == 0 {
+                let expected = "false without checkpoints";
+                needs(key, expected, "true".to_string(), "set checkpoint.every");
+            }
+            if checkpoint.keep > 30 {
+                let (key, expected) = ("checkpoint.keep", "at most 30 with keep_best");
+                needs(key, expected, checkpoint.keep.to_string(), "lower it");
+            }
+        }
+        if train.on_spike == OnSpike::Skip && train.max_grad_norm == 0.0 {
+            let expected = "\"continue\" or \"stop\" without clipping";
+            let remedy = "set train.max_grad_norm above 0, so that updates wait for the norm";
+            needs("train.on_spike", expected, "\"skip\"".to_string(), remedy);
         }
     }
 

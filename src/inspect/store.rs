@@ -127,6 +127,16 @@ impl Store {
         &self.commits
     }
 
+    /// The generation of the evaluation with the lowest loss, and that loss, as the newest commit
+    /// tells it; `None` where it is not among the commits.
+    pub fn best(&self) -> Option<(u64, f64)> {
+        let progress = self.commits.last()?.progress.as_ref()?;
+        let best = progress.evaluations.best?;
+        let mut newest_first = self.commits.iter().rev();
+        let commit = newest_first.find(|commit| commit.step == best.step)?;
+        Some((commit.generation, best.loss))
+    }
+
     /// The commit of `step`, or the newest.
     ///
     /// # Errors

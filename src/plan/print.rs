@@ -156,7 +156,7 @@ impl Plan {
         );
         let checkpoints = if self.checkpoint_bytes > 0 {
             let bytes = bytes_text(self.checkpoint_bytes);
-            format!("  checkpoints: {bytes} in checkpoint.dir, (keep + 1) x the state")
+            format!("  checkpoints: {bytes} in checkpoint.dir, with one free beside those kept")
         } else {
             "  checkpoints: off (checkpoint.every = 0): a crash loses the run".to_string()
         };

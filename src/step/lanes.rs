@@ -404,7 +404,7 @@ impl Shared {
             pass.data.targets.max(1),
             gradients,
         );
-        if !sum.is_finite() {
+        if !sum.is_finite() && !pass.skips_non_finite() {
             return Err(self.non_finite(pass, "loss".to_string(), sum));
         }
         pass.data
@@ -428,7 +428,7 @@ impl Shared {
     /// Norm of a finished gradient, then its one rounding.
     fn finish(&self, pass: &Pass, layer: u16, accumulator: Accumulator) -> Result<()> {
         let view = self.accumulator(layer, accumulator);
-        let squared = self.tiers.device.squared_norm(view);
+        let mut squared = self.tiers.device.squared_norm(view);
         // A gradient so large that rounding could make it infinite is not a number either.
         let limit = if self.plan.gradient_bytes == 2 {
             BF16_ROUNDS_TO_INFINITY
@@ -436,8 +436,11 @@ impl Shared {
             f64::MAX
         };
         if squared.is_nan() || squared.sqrt() >= limit {
-            let what = format!("gradient norm of {}", self.tiers.layout(layer).id);
-            return Err(self.non_finite(pass, what, squared.sqrt()));
+            if !pass.skips_non_finite() {
+                let what = format!("gradient norm of {}", self.tiers.layout(layer).id);
+                return Err(self.non_finite(pass, what, squared.sqrt()));
+            }
+            squared = f64::INFINITY;
         }
         if self.plan.gradient_bytes == 2 {
             self.tiers.device.round_in_place(view);

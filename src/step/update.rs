@@ -141,7 +141,8 @@ fn is_ready(pass: &Pass, index: usize) -> bool {
     })
 }
 
-/// AdamW over one tile: extent by extent if anything of it is spilled, else in one pass.
+/// AdamW over one tile: extent by extent if anything of it is spilled, else in one pass. In a step
+/// that is skipped spilled extents still pass by: what was announced is read.
 fn update_tile(
     shared: &Shared,
     pass: &Pass,
@@ -165,7 +166,9 @@ fn update_tile(
         let ranges = ranges(shared, pass, tile);
         let mut no_slabs = SpanSlabs::default();
         let elements = 0..layout.elements;
-        update_span(shared, adamw, tile, elements, &ranges, &mut no_slabs);
+        if let Some(adamw) = adamw {
+            update_span(shared, adamw, tile, elements, &ranges, &mut no_slabs);
+        }
         tiers.stats.updated(started.elapsed());
         if tile.part == Part::Rest {
             shared.poison_gradient(slot);
@@ -177,7 +180,9 @@ fn update_tile(
         let started = Instant::now();
         let elements = layout.extent_elements(extent);
         let all = 0..usize::try_from(elements.end - elements.start).expect("an extent fits");
-        update_span(shared, adamw, tile, elements, &[all], &mut slabs);
+        if let Some(adamw) = adamw {
+            update_span(shared, adamw, tile, elements, &[all], &mut slabs);
+        }
         tiers.stats.updated(started.elapsed());
         states.put(layer, extent, slabs)?;
     }

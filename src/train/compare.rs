@@ -108,6 +108,8 @@ mod tests {
                 learning_rate: 0.0,
                 tokens: 1,
                 targets: 1,
+                spike: None,
+                skipped: 0,
                 step_seconds: seconds,
                 moved,
                 written: crate::train::DriveBytes::default(),

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::commit::CommitReport;
 use super::lines::Lines;
+use super::spikes::Spike;
 use crate::error::Result;
 use crate::stats::{HOP_NAMES, Snapshot, WAIT_NAMES};
 
@@ -25,6 +26,10 @@ pub struct StepReport {
     pub tokens: u64,
     /// Tokens with a target.
     pub targets: u64,
+    /// Its norm was far above those before.
+    pub spike: Option<Spike>,
+    /// Steps so far that made no update.
+    pub skipped: u64,
     /// Seconds since the step before returned.
     pub step_seconds: f64,
     /// Bytes over each hop and waits in that time.
@@ -108,6 +113,12 @@ impl Metrics {
                 "total": written.total,
             },
         });
+        if let Some(spike) = report.spike {
+            line["spike"] = json!({ "mean_norm": spike.mean, "skipped": spike.skipped });
+        }
+        if report.skipped > 0 {
+            line["skipped_steps"] = report.skipped.into();
+        }
         if let Some(life) = written.life {
             line["drive_life"] = life.into();
         }

@@ -223,12 +223,14 @@ pub(crate) fn engine_of_changed_plan(
 /// AdamW's settings in a configuration, for step `step` counted from 1.
 pub(crate) fn settings(config: &RunConfig, step: u64, learning_rate: f64) -> StepSettings {
     StepSettings {
+        skipped: 0,
         step,
         learning_rate,
         betas: config.train.betas,
         eps: config.train.eps,
         weight_decay: config.train.weight_decay,
         max_grad_norm: config.train.max_grad_norm,
+        skip_above: None,
     }
 }
 

@@ -240,17 +240,21 @@ pub(crate) fn list(arguments: &ListArguments) -> Result<u8> {
         return list_tiles(&store, commit, arguments);
     }
     if arguments.json {
-        let commits: Vec<Value> = store.commits().iter().map(commit_json).collect();
+        let best = store.best().map(|(generation, _)| generation);
+        let commits = store.commits().iter();
+        let commits: Vec<Value> = commits.map(|commit| commit_json(commit, best)).collect();
         print_json(&json!({ "commits": commits, "notes": store.notes() }))?;
         return Ok(0);
     }
     let mut text = lines(&store.notes());
+    let best = store.best();
     for commit in store.commits() {
         let manifest = commit.manifest();
         text.push_str(&format!(
-            "generation {}: step {}{}, {} in {} extents",
+            "generation {}: step {}{}{}, {} in {} extents",
             commit.generation,
             commit.step,
+            best_text(commit, best),
             tokens_text(commit),
             bytes_text(manifest.table.bytes()),
             manifest.table.count(),
@@ -265,6 +269,14 @@ pub(crate) fn list(arguments: &ListArguments) -> Result<u8> {
     }
     print(&text)?;
     Ok(0)
+}
+
+/// Says of the best commit that it is.
+fn best_text(commit: &Commit, best: Option<(u64, f64)>) -> String {
+    let of = best.filter(|(generation, _)| *generation == commit.generation);
+    of.map_or(String::new(), |(_, loss)| {
+        format!(" (best, held-out loss {loss:.4})")
+    })
 }
 
 fn tokens_text(commit: &Commit) -> String {
@@ -287,7 +299,7 @@ fn section_bytes(commit: &Commit) -> Vec<(Section, u64)> {
         .collect()
 }
 
-fn commit_json(commit: &Commit) -> Value {
+fn commit_json(commit: &Commit, best: Option<u64>) -> Value {
     let sections: Map<String, Value> = section_bytes(commit)
         .into_iter()
         .map(|(section, bytes)| (section.to_string(), bytes.into()))
@@ -296,6 +308,7 @@ fn commit_json(commit: &Commit) -> Value {
         "generation": commit.generation,
         "step": commit.step,
         "tokens": commit.progress.as_ref().map(|progress| progress.tokens),
+        "best": best == Some(commit.generation),
         "extents": commit.manifest().table.count(),
         "bytes": commit.manifest().table.bytes(),
         "sections": sections,

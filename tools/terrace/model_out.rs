@@ -2,9 +2,10 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use clap::Args;
-use terrace::checkpoint::CommittedWeights;
+use terrace::checkpoint::{Choice, CommittedWeights};
 use terrace::config::{RunConfig, Size};
 use terrace::data::TextTokenizer;
 use terrace::error::{Error, Result};
@@ -16,6 +17,7 @@ use terrace::tile::Precision;
 use terrace::train::{build_engine, choose_device, model_dir, resolve_budgets};
 
 use crate::say;
+use crate::train::watch_signals;
 
 /// Longest text, as data.seq_len's.
 const SEQ_LEN_MAX: u64 = 1 << 20;
@@ -34,6 +36,9 @@ pub(crate) struct Source {
     /// The commit of this step; the newest otherwise
     #[arg(long, requires = "checkpoint")]
     step: Option<u64>,
+    /// The commit of the evaluation with the lowest loss (checkpoint.keep_best)
+    #[arg(long, requires = "checkpoint", conflicts_with = "step")]
+    best: bool,
     /// Model directory in Hugging Face's layout
     #[arg(long, value_name = "DIRECTORY")]
     model: Option<PathBuf>,
@@ -70,7 +75,12 @@ impl Source {
             .checkpoint
             .as_deref()
             .expect("clap asks for one of the two");
-        let committed = CommittedWeights::open(directory, self.step)?;
+        let choice = match self.step {
+            Some(step) => Choice::Step(step),
+            None if self.best => Choice::Best,
+            None => Choice::Newest,
+        };
+        let committed = CommittedWeights::open(directory, choice)?;
         let config = RunConfig::parse(&committed.progress.run, "the commit's run.toml", &[])?;
         let model_json = committed.progress.model.clone();
         let place = format!("config.json in {}", directory.display());
@@ -270,8 +280,8 @@ pub(crate) struct ExportArguments {
     /// bf16: what the model computed with; f32: the exact master
     #[arg(long, default_value = "bf16")]
     dtype: String,
-    /// Most bytes of tensors in a file
-    #[arg(long, default_value = "5GB")]
+    /// Most bytes of tensors in a file, as transformers' save_pretrained
+    #[arg(long, default_value = "5GB", visible_alias = "max-shard-size")]
     shard_size: String,
     /// Replace a model directory that is there
     #[arg(long)]
@@ -322,13 +332,24 @@ pub(crate) fn export(arguments: &ExportArguments) -> Result<()> {
     };
     let precision = opened.config.model.precision;
     let weights = &opened.weights;
-    let report = hf::export(
+    let signal = watch_signals()?;
+    let exported = hf::export(
         &options,
         &opened.spec,
         Some(&opened.model_json),
         dir,
-        &mut |layout, elements, out| weights.fill(layout, elements, precision, out),
-    )?;
+        &mut |layout, elements, out| match signal.load(Ordering::Relaxed) {
+            0 => weights.fill(layout, elements, precision, out),
+            signal => Err(Error::Interrupted { signal, step: 0 }),
+        },
+    );
+    let report = match exported {
+        Err(Error::Interrupted { signal, .. }) => {
+            eprintln!("terrace: export: ended by signal {signal}; nothing of it is kept");
+            std::process::exit(128 + signal);
+        }
+        exported => exported?,
+    };
     say(&format!(
         "{}: {} tensors, {} parameters, {} in {} files of weights",
         report.dir.display(),

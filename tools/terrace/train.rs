@@ -10,7 +10,7 @@ use std::time::Instant;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM};
-use terrace::checkpoint::checkpoint_dir;
+use terrace::checkpoint::{Best, checkpoint_dir};
 use terrace::config::RunConfig;
 use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
@@ -22,7 +22,8 @@ use terrace::plan::{DeviceProfile, bytes_text, count_text};
 use terrace::schedule::simulate::{Prediction, fastest};
 use terrace::store::Scratch;
 use terrace::train::{
-    Comparison, Run, Sample, Start, StepReport, Trainer, choose_device, resolve_budgets,
+    Comparison, Evaluation, Run, Sample, Spike, Start, StepReport, Trainer, choose_device,
+    resolve_budgets,
 };
 use terrace::{machine, quickstart};
 
@@ -64,7 +65,7 @@ pub(crate) struct TrainArguments {
 }
 
 /// Set by the first SIGINT, SIGTERM or SIGHUP; a second one ends the process at once.
-fn watch_signals() -> Result<Arc<AtomicI32>> {
+pub(crate) fn watch_signals() -> Result<Arc<AtomicI32>> {
     let signal = Arc::new(AtomicI32::new(0));
     let seen = Arc::new(std::sync::atomic::AtomicBool::new(false));
     for number in [SIGINT, SIGTERM, SIGHUP] {
@@ -108,7 +109,8 @@ fn choose(device: &str, config: &RunConfig) -> Result<DeviceProfile> {
 pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     let start = parse_start(arguments.resume.as_deref())?;
     let config = read_config(arguments)?;
-    let trace_file = arguments.trace.as_deref().map(open_trace).transpose()?;
+    let trace_file = arguments.trace.as_deref();
+    let trace_file = trace_file.map(TraceFile::open).transpose()?;
     let profile = choose(&arguments.device, &config)?;
     let signal = watch_signals()?;
     let run = Run::prepare(config)?;
@@ -149,12 +151,13 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     let log_dir = trainer.run().config.log.dir.clone();
     let checkpoint_dir = checkpoint_dir(&trainer.run().config);
     let (last_commit, step) = (trainer.last_commit(), trainer.steps_done());
-    let trace = match ended {
-        Ok(()) => trainer.finish()?,
-        Err(error) => return Err(error),
-    };
-    if let (Some(path), Some(file), Some(trace)) = (&arguments.trace, trace_file, trace) {
-        write_trace(path, file, &trace)?;
+    let best = trainer
+        .best()
+        .filter(|_| trainer.run().config.checkpoint.keep_best);
+    ended?;
+    let trace = trainer.finish()?;
+    if let (Some(file), Some(trace)) = (trace_file, trace) {
+        file.write(&trace)?;
     }
     say(&moved)?;
     say(&format!(
@@ -162,7 +165,7 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         log_dir.join("metrics.jsonl").display()
     ))?;
     if let Some(step) = last_commit {
-        say_commit(step, &checkpoint_dir)?;
+        say_commit(step, &checkpoint_dir, best)?;
     }
     match signal.load(Ordering::Relaxed) {
         0 => Ok(()),
@@ -170,26 +173,48 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-fn write_trace(path: &Path, mut file: File, trace: &str) -> Result<()> {
-    // A pipe has no length to cut.
-    let cut = match file.metadata() {
-        Ok(found) if found.is_file() => file.set_len(0),
-        _ => Ok(()),
-    };
-    let written = cut.and_then(|()| file.write_all(trace.as_bytes()));
-    written.map_err(|e| Error::io("write", path, e))?;
-    say(&format!("trace: {}", path.display()))
+/// The trace's file. One that was made and stays empty, as that of a run which is refused, is
+/// removed.
+struct TraceFile {
+    path: PathBuf,
+    file: File,
+    made: bool,
 }
 
-/// Opens the trace's file before anything is trained, so that a path that cannot be written is
-/// refused at once. What it holds stays until the trace is complete.
-fn open_trace(path: &Path) -> Result<File> {
-    if let Some(parent) = path.parent() {
-        std::fs::create_dir_all(parent).map_err(|e| Error::io("make", parent, e))?;
+impl TraceFile {
+    /// Opens the file before anything is trained, so that a path that cannot be written is refused
+    /// at once. What it holds stays until the trace is complete.
+    fn open(path: &Path) -> Result<TraceFile> {
+        if let Some(parent) = path.parent() {
+            std::fs::create_dir_all(parent).map_err(|e| Error::io("make", parent, e))?;
+        }
+        let made = path.symlink_metadata().is_err();
+        let mut options = OpenOptions::new();
+        let file = options.write(true).create(true).truncate(false).open(path);
+        let file = file.map_err(|e| Error::io("create", path, e))?;
+        let path = path.to_path_buf();
+        Ok(TraceFile { path, file, made })
     }
-    let mut options = OpenOptions::new();
-    let file = options.write(true).create(true).truncate(false).open(path);
-    file.map_err(|e| Error::io("create", path, e))
+
+    fn write(mut self, trace: &str) -> Result<()> {
+        // A pipe has no length to cut.
+        let cut = match self.file.metadata() {
+            Ok(found) if found.is_file() => self.file.set_len(0),
+            _ => Ok(()),
+        };
+        let written = cut.and_then(|()| self.file.write_all(trace.as_bytes()));
+        written.map_err(|e| Error::io("write", &self.path, e))?;
+        say(&format!("trace: {}", self.path.display()))
+    }
+}
+
+impl Drop for TraceFile {
+    fn drop(&mut self) {
+        let is_empty = self.file.metadata().is_ok_and(|found| found.len() == 0);
+        if self.made && is_empty {
+            std::fs::remove_file(&self.path).ok();
+        }
+    }
 }
 
 /// Prints a line. A run goes on when the reader of its output has gone away: what it computes is
@@ -212,12 +237,18 @@ fn machine_line() -> String {
     )
 }
 
-fn say_commit(step: u64, directory: &Path) -> Result<()> {
+fn say_commit(step: u64, directory: &Path, best: Option<Best>) -> Result<()> {
     let checkpoint = directory.display();
     say(&format!(
         "commit of step {step}: {checkpoint}; \
          `terrace export --checkpoint {checkpoint} --out DIR` writes it for transformers, \
          `terrace generate --checkpoint {checkpoint}` talks to it"
+    ))?;
+    let Some(Best { step, loss }) = best else {
+        return Ok(());
+    };
+    say(&format!(
+        "best: step {step}, held-out loss {loss:.4}; with --best both take its commit"
     ))
 }
 
@@ -308,9 +339,21 @@ fn steps(
         console.line("warning: checkpoint.every = 0: nothing of this run survives a crash")?;
     }
     let mut comparison = Comparison::default();
-    while trainer.steps_done() < total && signal.load(Ordering::Relaxed) == 0 {
+    let is_left = |trainer: &Trainer| trainer.steps_done() < total && !trainer.stops_early();
+    if !is_left(trainer) {
+        let (done, why) = (
+            trainer.steps_done(),
+            match trainer.stops_early() {
+                true => "train.early_stopping_patience is used up",
+                false => "train.steps or train.epochs asks for no more",
+            },
+        );
+        console.line(&format!("nothing to do: {done} steps are done, {why}"))?;
+    }
+    while is_left(trainer) && signal.load(Ordering::Relaxed) == 0 {
         let report = trainer.step()?;
         console.step(&report)?;
+        console.spike(&report)?;
         let store = &trainer.engine().tiers().store;
         comparison.add(&report, store.as_ref().map(Scratch::counters));
         console.news(trainer)?;
@@ -325,6 +368,9 @@ fn steps(
         if trainer.commit_is_due() {
             trainer.commit()?;
         }
+    }
+    if trainer.stops_early() && trainer.steps_done() < total {
+        console.line("early stopping: train.early_stopping_patience is used up")?;
     }
     if signal.load(Ordering::Relaxed) != 0 {
         console.line("signal: the step is complete; the run ends here")?;
@@ -341,12 +387,24 @@ fn steps(
 
 fn evaluate(trainer: &mut Trainer, console: &Console) -> Result<()> {
     let step = trainer.steps_done();
-    if let Some(loss) = trainer.evaluate()? {
-        let perplexity = loss.exp();
-        console.line(&format!(
-            "step {step}: held-out loss {loss:.4} nats, perplexity {perplexity:.2}"
-        ))?;
-    }
+    let Some(Evaluation {
+        loss,
+        is_best,
+        without_improvement,
+    }) = trainer.evaluate()?
+    else {
+        return Ok(());
+    };
+    let best = if is_best { ", the best so far" } else { "" };
+    let counted = trainer.run().config.train.early_stopping_patience > 0;
+    let without = match counted && without_improvement > 0 {
+        true => format!(", {without_improvement} in a row without an improvement"),
+        false => String::new(),
+    };
+    let perplexity = loss.exp();
+    console.line(&format!(
+        "step {step}: held-out loss {loss:.4} nats, perplexity {perplexity:.2}{best}{without}"
+    ))?;
     Ok(())
 }
 
@@ -406,6 +464,21 @@ impl Console {
             Some(warning) => self.line(&warning),
             None => Ok(()),
         }
+    }
+
+    /// A norm far above those before.
+    fn spike(&self, report: &StepReport) -> Result<()> {
+        let Some(Spike { mean, skipped }) = report.spike else {
+            return Ok(());
+        };
+        let (step, norm) = (report.step, report.grad_norm);
+        let done = match skipped {
+            true => format!("; no update was made ({} steps so far)", report.skipped),
+            false => String::new(),
+        };
+        self.line(&format!(
+            "step {step}: spike: gradient norm {norm:.3}, running mean {mean:.3}{done}"
+        ))
     }
 
     fn step(&self, report: &StepReport) -> Result<()> {

@@ -32,6 +32,16 @@ pub(super) const KEYS: &[Key] = &[
         |v| Some(v.to_string())
     ),
     key!(
+        checkpoint.keep_best,
+        Free,
+        "false",
+        "",
+        "true: the one of the evaluation with the lowest loss is kept beside these; it is made\n\
+         right after the evaluation. `terrace export --best` takes it.",
+        |g| g.boolean()?,
+        |v| Some(v.to_string())
+    ),
+    key!(
         checkpoint.zstd,
         Free,
         "0",

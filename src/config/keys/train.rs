@@ -1,8 +1,8 @@
 //! Keys of `[train]`.
 
 use super::{COUNT_MAX, Key, SEED_MAX, key};
-use crate::config::RateSchedule;
 use crate::config::written::{named, number};
+use crate::config::{OnSpike, RateSchedule};
 use crate::tile::GradientDtype;
 
 const SCHEDULES: &[(&str, RateSchedule)] = &[
@@ -10,6 +10,11 @@ const SCHEDULES: &[(&str, RateSchedule)] = &[
     ("linear", RateSchedule::Linear),
     ("cosine", RateSchedule::Cosine),
     ("wsd", RateSchedule::Wsd),
+];
+const ON_SPIKE: &[(&str, OnSpike)] = &[
+    ("continue", OnSpike::Continue),
+    ("stop", OnSpike::Stop),
+    ("skip", OnSpike::Skip),
 ];
 const GRADIENT_DTYPES: &[(&str, GradientDtype)] =
     &[("bf16", GradientDtype::Bf16), ("f32", GradientDtype::F32)];
@@ -139,6 +144,29 @@ pub(super) const KEYS: &[Key] = &[
         |v| named(GRADIENT_DTYPES, v)
     ),
     key!(
+        train.on_spike,
+        Logged,
+        "\"continue\"",
+        "",
+        "What to do when the gradient norm is more than spike_threshold times its running mean:\n\
+         \"continue\" says so, \"stop\" ends the run at its last commit, \"skip\" makes no update\n\
+         in that step; a norm that is not finite is skipped too. The norm is judged since it is\n\
+         known before any weight changes, and differs less between batches than the loss.\n\
+         A skipped step counts as a step, of the learning rate too, and not as one of AdamW's.\n\
+         \"skip\" needs max_grad_norm: only then do updates wait for the norm.",
+        |g| g.choice(ON_SPIKE)?,
+        |v| named(ON_SPIKE, v)
+    ),
+    key!(
+        train.spike_threshold,
+        Logged,
+        "5.0",
+        "",
+        "Above 1. The mean is over the last 50 or so steps; the first 20 are not judged.",
+        |g| g.float(|x| x > 1.0, "a finite number above 1")?,
+        |v| number(*v)
+    ),
+    key!(
         train.eval_every,
         Free,
         "0",
@@ -146,6 +174,24 @@ pub(super) const KEYS: &[Key] = &[
         "Steps between evaluations; 0 is never.",
         |g| g.integer(0, COUNT_MAX)?,
         |v| Some(v.to_string())
+    ),
+    key!(
+        train.early_stopping_patience,
+        Free,
+        "0",
+        "",
+        "Evaluations in a row without an improvement after which the run ends; 0 is never.",
+        |g| g.integer(0, COUNT_MAX)?,
+        |v| Some(v.to_string())
+    ),
+    key!(
+        train.early_stopping_threshold,
+        Free,
+        "0.0",
+        "",
+        "An improvement is a loss lower than the lowest before by more than this, nats.",
+        |g| g.float(|x| x >= 0.0, "a finite number of at least 0")?,
+        |v| number(*v)
     ),
     key!(
         train.seed,
