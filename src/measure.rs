@@ -27,14 +27,15 @@ use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use crate::device::{Device, View};
+use crate::device::ops::AttentionShape;
+use crate::device::{Device, Dtype, View};
 use crate::error::Result;
 use crate::host::{HostArena, Lease};
 use crate::optimizer::{
     self, AdamwStep, GradientSpan, Isa, MomentSpan, PIECE_ELEMENTS, WeightSpan,
 };
 use crate::plan::DeviceProfile;
-use crate::schedule::simulate::Rates;
+use crate::schedule::simulate::{Rates, attention_cost};
 use crate::tile::PAGE_BYTES;
 use profile::STORE_BYTES_PER_SECOND;
 
@@ -58,6 +59,8 @@ pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
     let device = measure_device(profile, copy_bytes)?;
     Ok(Rates {
         gemm: device.gemm,
+        attention: device.attention,
+        passes: device.passes,
         promote: device.copy_in,
         demote: device.copy_out,
         store_read: STORE_BYTES_PER_SECOND,
@@ -72,6 +75,10 @@ pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
 struct DeviceRates {
     /// FLOP/s of a matrix product.
     gemm: f64,
+    /// FLOP/s of attention with heads 128 wide, forward and backward.
+    attention: f64,
+    /// Bytes a second of a pass over activations.
+    passes: f64,
     /// Bytes a second into the arena.
     copy_in: f64,
     /// Bytes a second out of it.
@@ -85,7 +92,7 @@ const CLOCKS_RISE: Duration = Duration::from_millis(300);
 fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRates> {
     let side: u64 = if profile.card.is_some() { 4096 } else { 768 };
     let (matrix, width) = (side * side, profile.activation_bytes);
-    let arena_bytes = (3 * matrix * width).max(copy_bytes as u64);
+    let arena_bytes = (9 * matrix * width).max(copy_bytes as u64);
     let device = Device::open(profile.card, arena_bytes, width)?;
     let act = device.activation_dtype();
     let view = |index: u64| View::new(index * matrix * width, matrix, act);
@@ -104,6 +111,11 @@ fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRa
         }
     }
     let gemm = 2.0 * (side * matrix) as f64 / fastest_seconds(5, multiply);
+    let attention = attention_rate(&device, view, side);
+    let pass_seconds = fastest_seconds(5, || {
+        device.swiglu_forward(view(0), view(1), view(2));
+        device.settle();
+    });
     let mut cutter = HostArena::take(copy_bytes as u64)?;
     if let Device::Cuda(cuda) = &device {
         // A refusal is told when the run's own memory is pinned.
@@ -114,11 +126,48 @@ fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRa
     let count = copy_bytes as f64;
     let rates = DeviceRates {
         gemm,
+        attention,
+        passes: (3 * matrix * width) as f64 / pass_seconds,
         copy_in: count / fastest_seconds(5, || device.copy_in(0, bytes)),
         copy_out: count / fastest_seconds(5, || device.copy_out(0, bytes)),
     };
     device.check()?;
     Ok(rates)
+}
+
+/// FLOP/s of attention over `side` tokens of one sequence in `side` columns of heads, as
+/// [`crate::plan::Flops`] counts them for heads 128 wide.
+fn attention_rate(device: &Device, view: impl Fn(u64) -> View, side: u64) -> f64 {
+    let head_dim = if device.is_asynchronous() { 128 } else { 64 };
+    let heads = side / head_dim;
+    let bounds = [0, u32::try_from(side).expect("a few thousand tokens")];
+    let shape = || AttentionShape {
+        heads,
+        kv_heads: heads,
+        head_dim,
+        window: None,
+        bounds: &bounds,
+    };
+    let sums = View::new(view(8).offset, heads * side, Dtype::F32);
+    let seconds = fastest_seconds(3, || {
+        let (q, k, v, o) = (view(0), view(1), view(2), view(3));
+        device.attention_forward(q, k, v, o, sums, shape());
+        device.attention_backward(
+            q,
+            k,
+            v,
+            o,
+            sums,
+            view(4),
+            view(5),
+            view(6),
+            view(7),
+            shape(),
+        );
+        device.settle();
+    });
+    let forward = 2.0 * (side * side * side) as f64;
+    3.0 * forward * attention_cost(head_dim as f64) / seconds
 }
 
 /// AdamW beside the stream that bounds it.
@@ -167,12 +216,19 @@ fn stream(section: &mut Lease) {
     });
 }
 
+/// Least time that is measured for, so that a neighbour's moment does not decide.
+const LEAST_MEASURED: Duration = Duration::from_millis(150);
+
+/// Of at least so many runs and at least that long.
 fn fastest_seconds(times: u32, mut work: impl FnMut()) -> f64 {
     let mut fastest = f64::INFINITY;
-    for _ in 0..times {
+    let began = Instant::now();
+    let mut done = 0;
+    while done < times || began.elapsed() < LEAST_MEASURED {
         let started = Instant::now();
         work();
         fastest = fastest.min(started.elapsed().as_secs_f64());
+        done += 1;
     }
     fastest.max(1e-9)
 }

@@ -101,6 +101,8 @@ fn device_rates(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRate
         name: profile.name.clone(),
         card: profile.card,
         gemm_flops_per_second: rates.gemm,
+        attention_flops_per_second: Some(rates.attention),
+        passes_bytes_per_second: Some(rates.passes),
         promote_bytes_per_second: rates.copy_in,
         demote_bytes_per_second: rates.copy_out,
     })

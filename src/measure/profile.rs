@@ -95,6 +95,12 @@ pub struct DeviceRates {
     pub card: Option<usize>,
     /// Matrix products in the device's arithmetic.
     pub gemm_flops_per_second: f64,
+    /// Attention, forward and backward, heads 128 wide.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention_flops_per_second: Option<f64>,
+    /// Passes over activations between the products: bytes read and written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passes_bytes_per_second: Option<f64>,
     /// Host to device.
     pub promote_bytes_per_second: f64,
     /// Device to host.
@@ -263,6 +269,12 @@ impl Profile {
         for device in &mut self.device {
             let name = &device.name;
             rates.push((format!("{name}: gemm"), &mut device.gemm_flops_per_second));
+            if let Some(rate) = &mut device.attention_flops_per_second {
+                rates.push((format!("{name}: attention"), rate));
+            }
+            if let Some(rate) = &mut device.passes_bytes_per_second {
+                rates.push((format!("{name}: passes"), rate));
+            }
             rates.push((
                 format!("{name}: promote"),
                 &mut device.promote_bytes_per_second,
@@ -339,6 +351,12 @@ impl Profile {
         let [read, write, mixed] = self.striped(stores, &mut notes);
         let rates = Rates {
             gemm: found.gemm_flops_per_second,
+            // A profile of an earlier version has neither: what it leaves out costs as a product
+            // does, or nothing.
+            attention: found
+                .attention_flops_per_second
+                .unwrap_or(found.gemm_flops_per_second),
+            passes: found.passes_bytes_per_second.unwrap_or(f64::INFINITY),
             promote: found.promote_bytes_per_second,
             demote: found.demote_bytes_per_second,
             store_read: read,

@@ -173,9 +173,18 @@ impl Plan {
         } else {
             ""
         };
+        let stall = prediction.stall_seconds();
+        let stall = match (stall > 0.01 * prediction.step_seconds, self.clipping) {
+            (false, _) => String::new(),
+            (true, true) => {
+                format!("; the device waits {stall:.3} s, since updates wait for the norm")
+            }
+            (true, false) => format!("; the device waits {stall:.3} s"),
+        };
         let predicted = format!(
             "  predicted: {:.3} s a step, {:.0} tokens/s, bound by {} \
-             (compute {:.3} s, up {:.3} s, down {:.3} s, store {:.3} s, AdamW {:.3} s){shared}",
+             (compute {:.3} s, up {:.3} s, down {:.3} s, store {:.3} s, AdamW {:.3} s)\
+             {shared}{stall}",
             prediction.step_seconds,
             prediction.tokens as f64 / prediction.step_seconds,
             prediction.bound(),

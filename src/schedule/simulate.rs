@@ -6,6 +6,8 @@
 //! - An anchor of the store takes the longer of its copy and its disk time, beside the updates'.
 //! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap.
 //! - On the CPU device arithmetic and AdamW share the cores, so a step takes at least their sum.
+//! - Arithmetic is matrix products, attention, and passes that read and write memory: activations
+//!   between the products, f32 gradients of weights once a micro-batch, conversions of weights.
 //!
 //! Pure: the rates are measured elsewhere.
 
@@ -25,6 +27,10 @@ pub const ADAMW_BYTES: u64 = 26;
 pub struct Rates {
     /// Matrix products of the device, FLOP/s.
     pub gemm: f64,
+    /// Attention, forward and backward, heads 128 wide, FLOP/s as [`crate::plan::Flops`] counts.
+    pub attention: f64,
+    /// Bytes a second that passes between the products read and write.
+    pub passes: f64,
     /// Host to device.
     pub promote: f64,
     /// Device to host.
@@ -92,6 +98,11 @@ impl Prediction {
         .map_or("compute", |(name, _)| name)
     }
 
+    /// Seconds of a step in which the device computes nothing.
+    pub fn stall_seconds(&self) -> f64 {
+        (self.step_seconds - self.compute_seconds).max(0.0)
+    }
+
     /// The least seconds that a step could take: its busiest lane alone.
     pub fn light_seconds(&self, shared_cores: bool) -> f64 {
         let cores = if shared_cores {
@@ -110,6 +121,10 @@ impl Prediction {
 #[derive(Clone, Copy, Default)]
 struct Work {
     flops: f64,
+    /// Attention's part of them.
+    attention: f64,
+    /// Bytes of passes between the products.
+    passes: f64,
     promote: u64,
     demote: u64,
     read: u64,
@@ -230,29 +245,62 @@ fn named_elements(plan: &Plan) -> u64 {
 }
 
 fn compute_work(plan: &Plan, action: Action) -> Work {
-    let per_token = plan.map.shape.tokens as f64;
+    let tokens = plan.map.shape.tokens as f64;
+    let flops = &plan.flops;
+    let elements = |layer: u16| plan.tiles[usize::from(layer)].layout.elements as f64;
+    // An f32 gradient is read and written wherever products are added to it.
+    const ADDED: f64 = 8.0;
+    let block = |forwards: f64, backwards: f64| Work {
+        flops: (forwards + 2.0 * backwards) * flops.block * tokens,
+        attention: (forwards + 2.0 * backwards) * flops.attention * tokens,
+        passes: (forwards * flops.forward_bytes + backwards * flops.backward_bytes) * tokens,
+        ..Work::default()
+    };
     match action {
-        Action::Forward { .. } | Action::ForwardOnly { .. } => Work {
-            flops: plan.flops.block * per_token,
+        Action::Bind { layer, .. } if plan.map.compute_weight.is_some() => Work {
+            passes: (2 + plan.map.shape.activation_bytes) as f64 * elements(layer),
             ..Work::default()
         },
-        Action::Backward { kept, .. } => {
-            let passes = if kept.is_some() { 2.0 } else { 3.0 };
+        Action::Forward { .. } | Action::ForwardOnly { .. } => block(1.0, 0.0),
+        Action::Backward { kept, layer, .. } => {
+            let mut work = block(if kept.is_some() { 0.0 } else { 1.0 }, 1.0);
+            work.passes += ADDED * elements(layer);
+            work
+        }
+        Action::Loss { .. } => {
+            let matrix = flops.head / 2.0;
+            let chunks = (tokens / plan.map.head_scratch.chunk_rows as f64).ceil();
             Work {
-                flops: passes * plan.flops.block * per_token,
+                flops: 3.0 * flops.head * tokens,
+                passes: flops.head_bytes * tokens + ADDED * matrix * chunks,
                 ..Work::default()
             }
         }
-        Action::Loss { .. } => Work {
-            flops: 3.0 * plan.flops.head * per_token,
+        Action::Evaluate { .. } => Work {
+            flops: flops.head * tokens,
+            passes: flops.head_bytes / 2.0 * tokens,
             ..Work::default()
         },
-        Action::Evaluate { .. } => Work {
-            flops: plan.flops.head * per_token,
+        Action::Finish { layer, .. } => Work {
+            passes: ADDED * elements(layer),
             ..Work::default()
         },
         _ => Work::default(),
     }
+}
+
+/// How much longer attention takes an operation with heads of that width than with 128: a score's
+/// softmax costs as much as 64 more elements of a head, which is what an H200 showed at 64.
+pub fn attention_cost(head_dim: f64) -> f64 {
+    const SOFTMAX: f64 = 64.0;
+    let width = head_dim.max(1.0);
+    (width + SOFTMAX) / width / ((128.0 + SOFTMAX) / 128.0)
+}
+
+fn compute_seconds(plan: &Plan, work: &Work, rates: &Rates) -> f64 {
+    (work.flops - work.attention) / rates.gemm
+        + work.attention * attention_cost(plan.flops.head_dim) / rates.attention
+        + work.passes / rates.passes
 }
 
 /// The plan of a training run with its prediction, chosen by predicted seconds: a choice that costs
@@ -332,13 +380,13 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
         prediction.demote_bytes += work.demote;
         prediction.read_bytes += work.read;
         prediction.write_bytes += work.write;
-        prediction.compute_seconds += work.flops / rates.gemm;
+        prediction.compute_seconds += compute_seconds(plan, work, rates);
         prediction.promote_seconds += work.promote as f64 / rates.promote;
         prediction.demote_seconds += work.demote as f64 / rates.demote;
         prediction.store_seconds += disk_seconds(work, rates);
         prediction.update_seconds += work.parameters as f64 / rates.adamw;
     }
-    let step_end = clock(schedule, &works, rates);
+    let step_end = clock(plan, schedule, &works, rates);
     let pipelined = if schedule.form == Form::Train {
         step_end[STEPS - 1] - step_end[STEPS - 2]
     } else {
@@ -350,7 +398,7 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
 
 /// When the compute lane has ended each step. Of all lanes, that goes on whose next action can start
 /// first, so that the store is given out in the order in which it is asked for.
-fn clock(schedule: &Schedule, works: &[Work], rates: &Rates) -> [f64; STEPS] {
+fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f64; STEPS] {
     const WAITS: f64 = f64::INFINITY;
     let lanes = Lane::ALL.map(|lane| schedule.lane(lane).collect::<Vec<usize>>());
     let mut ended = vec![[WAITS; STEPS]; schedule.actions.len()];
@@ -377,7 +425,7 @@ fn clock(schedule: &Schedule, works: &[Work], rates: &Rates) -> [f64; STEPS] {
         let work = &works[index];
         let disk = disk_seconds(work, rates);
         let mut end = start
-            + work.flops / rates.gemm
+            + compute_seconds(plan, work, rates)
             + work.promote as f64 / rates.promote
             + work.demote as f64 / rates.demote
             + work.parameters as f64 / rates.adamw;

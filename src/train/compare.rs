@@ -1,5 +1,9 @@
 //! What the plan predicted of a step beside what was measured, hop by hop.
 //!
+//! Stall is the time in which the device had nothing to compute: for weights that were not yet
+//! promoted or updated, and for gradients that had not left. On the CPU device lanes share the
+//! cores, so what is measured of a copy or of AdamW includes its waiting for a core.
+//!
 //! Steps count from the third on: the first fill caches, and updates of one step run under the
 //! next.
 //! Only steps without an evaluation or a sample before them should be added.
@@ -21,6 +25,7 @@ pub struct Comparison {
     steps: u64,
     step: f64,
     compute: f64,
+    stall: f64,
     up: f64,
     down: f64,
     update: f64,
@@ -44,6 +49,7 @@ impl Comparison {
         self.steps += 1;
         self.step += report.step_seconds;
         self.compute += (report.step_seconds - waits).max(0.0);
+        self.stall += waits;
         self.up += moved.up_seconds;
         self.down += moved.down_seconds;
         self.update += moved.update_seconds;
@@ -68,19 +74,25 @@ impl Comparison {
         for (name, predicted, measured) in [
             ("step", prediction.step_seconds, self.step),
             ("compute", prediction.compute_seconds, self.compute),
+            ("stall", prediction.stall_seconds(), self.stall),
             ("up", prediction.promote_seconds, self.up),
             ("down", prediction.demote_seconds, self.down),
             ("store", prediction.store_seconds, store),
             ("AdamW", prediction.update_seconds, self.update),
         ] {
             let measured = measured / self.steps as f64;
-            if predicted <= 0.0 && measured <= 0.0 {
+            // What takes no time to speak of is no hop of this run.
+            let least = 1e-3 * self.step / self.steps as f64;
+            if predicted < least && measured < least {
                 continue;
             }
-            let apart = 100.0 * (measured / predicted - 1.0);
+            let apart = match predicted < least {
+                true => "-".to_string(),
+                false => format!("{:+.1} %", 100.0 * (measured / predicted - 1.0)),
+            };
             write!(
                 text,
-                "\n  {name:<8}{predicted:>10.3}{measured:>10.3}{apart:>+8.1} %"
+                "\n  {name:<8}{predicted:>10.3}{measured:>10.3}{apart:>10}"
             )
             .ok();
         }
@@ -135,6 +147,7 @@ mod tests {
             [
                 "  step         2.000     2.000    +0.0 %",
                 "  compute      2.000     1.000   -50.0 %",
+                "  stall        0.000     1.000         -",
                 "  AdamW        0.500     0.500    +0.0 %",
             ]
         );

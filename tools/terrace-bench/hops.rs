@@ -192,15 +192,21 @@ fn lines(profile: &Profile) -> String {
         ),
     );
     for device in &profile.device {
-        let gemm = device.gemm_flops_per_second;
-        let gemm = match gemm {
-            gemm if gemm < 1e13 => format!("{:.1} GFLOP/s", gemm / 1e9),
-            gemm => format!("{:.1} TFLOP/s", gemm / 1e12),
+        let flops = |rate: f64| match rate {
+            rate if rate < 1e13 => format!("{:.1} GFLOP/s", rate / 1e9),
+            rate => format!("{:.1} TFLOP/s", rate / 1e12),
         };
+        let gemm = flops(device.gemm_flops_per_second);
         let name = device
             .card
             .map_or(String::new(), |card| format!(", cuda:{card}"));
         line("gemm", format!("{gemm}, {}{name}", device.name));
+        if let Some(rate) = device.attention_flops_per_second {
+            line("attention", flops(rate));
+        }
+        if let Some(rate) = device.passes_bytes_per_second {
+            line("activations", gigabytes(rate));
+        }
         line("host to device", gigabytes(device.promote_bytes_per_second));
         line("device to host", gigabytes(device.demote_bytes_per_second));
     }
