@@ -1,8 +1,10 @@
 //! What the machine has: memory, cores ([`cores`]), and what `"auto"` sizes come to.
 //!
-//! Every number is read once, at the start, and printed; nothing is guessed later.
+//! Every number is read once, at the start, and printed; nothing is guessed later. What limits the
+//! machine, and how to change it, is told by [`limits`].
 
 pub mod cores;
+pub mod limits;
 
 pub use cores::Cores;
 
@@ -20,7 +22,12 @@ pub struct HostMemory {
 impl HostMemory {
     /// Reads /proc/meminfo and the memory cgroup (v2, then v1).
     pub fn read() -> HostMemory {
-        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        HostMemory::read_below(Path::new("/"))
+    }
+
+    /// The same of the /proc and /sys below `root`.
+    pub fn read_below(root: &Path) -> HostMemory {
+        let meminfo = std::fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
         let available = meminfo
             .lines()
             .find_map(|line| line.strip_prefix("MemAvailable:"))
@@ -29,7 +36,7 @@ impl HostMemory {
             .map_or(0, |kilobytes| kilobytes * 1024);
         HostMemory {
             available,
-            cgroup_left: cgroup_left(),
+            cgroup_left: cgroup_left(root),
         }
     }
 
@@ -43,7 +50,7 @@ impl HostMemory {
     }
 }
 
-fn cgroup_left() -> Option<u64> {
+fn cgroup_left(below: &Path) -> Option<u64> {
     let number = |path: &Path| {
         std::fs::read_to_string(path)
             .ok()?
@@ -51,7 +58,7 @@ fn cgroup_left() -> Option<u64> {
             .parse::<u64>()
             .ok()
     };
-    let left = cgroup_directories("memory")
+    let left = cgroup_directories(below, "memory")
         .into_iter()
         .filter_map(|(v2, at)| {
             let (limit, usage) = match v2 {
@@ -66,9 +73,9 @@ fn cgroup_left() -> Option<u64> {
 }
 
 /// Directories of the process's cgroup and of all above it, whose limits bind too, and whether each
-/// is of v2. In a container the path may not exist; the root does.
-fn cgroup_directories(controller: &str) -> Vec<(bool, PathBuf)> {
-    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+/// is of v2; all below `below`, which is `/`. In a container the path may not exist; the root does.
+fn cgroup_directories(below: &Path, controller: &str) -> Vec<(bool, PathBuf)> {
+    let own = std::fs::read_to_string(below.join("proc/self/cgroup")).unwrap_or_default();
     let mut found = Vec::new();
     for line in own.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -79,7 +86,8 @@ fn cgroup_directories(controller: &str) -> Vec<(bool, PathBuf)> {
         if !v2 && !controllers.split(',').any(|named| named == controller) {
             continue;
         }
-        let root = Path::new("/sys/fs/cgroup").join(if v2 { "" } else { controller });
+        let root = below.join("sys/fs/cgroup");
+        let root = root.join(if v2 { "" } else { controller });
         let mut directory = root.join(path.trim_start_matches('/'));
         loop {
             found.push((v2, directory.clone()));

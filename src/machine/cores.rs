@@ -131,7 +131,7 @@ fn by_node(mut allowed: Vec<usize>, nodes: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
 /// The least quota of the process's cgroup and those above it, in CPUs.
 fn quota() -> Option<f64> {
     let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
-    let quotas = cgroup_directories("cpu")
+    let quotas = cgroup_directories(Path::new("/"), "cpu")
         .into_iter()
         .filter_map(|(v2, at)| {
             let text = match v2 {

@@ -16,10 +16,11 @@ use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
 use terrace::host::pool::keep_near;
 use terrace::machine::Cores;
+use terrace::machine::limits::{self, Need, Root};
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
-use terrace::plan::{DeviceProfile, bytes_text, count_text};
-use terrace::schedule::simulate::{Prediction, fastest};
+use terrace::plan::{DeviceProfile, Plan, bytes_text, count_text};
+use terrace::schedule::simulate::{Prediction, Rates, fastest};
 use terrace::store::Scratch;
 use terrace::train::{
     Comparison, Evaluation, Run, Sample, Spike, Start, StepReport, Trainer, choose_device,
@@ -127,7 +128,7 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         say(&note)?;
     }
     let (plan, prediction) = fastest(&run.spec, &run.config, &profile, budget.budgets, &rates)?;
-    say(&plan.table(&prediction, &rates))?;
+    say_plan(&plan, &prediction, &rates)?;
     let entropy = held_out_entropy(&run);
     let mut trainer = Trainer::start(
         run,
@@ -307,6 +308,21 @@ fn describe(run: &Run) -> Result<()> {
         "steps: {}, each {} micro-batches of {} sequences",
         run.total_steps, train.micro_batches, train.micro_batch
     ))
+}
+
+/// Prints the plan, and once what of this machine limits it.
+fn say_plan(plan: &Plan, prediction: &Prediction, rates: &Rates) -> Result<()> {
+    say(&plan.table(prediction, rates))?;
+    let host = &plan.host;
+    let need = Need {
+        rings: (host.slabs + host.commit_slabs) * host.slab_bytes,
+        card: plan.device.card.is_some(),
+        store: plan.spills() || plan.checkpoint_bytes > 0,
+    };
+    for finding in limits::for_run(&Root::here(), need) {
+        say(&format!("warning: {finding}"))?;
+    }
+    Ok(())
 }
 
 /// Unigram entropy of the evaluation targets: what a guess without context loses.
