@@ -23,6 +23,7 @@ pub mod config;
 pub mod model;
 pub mod plan;
 pub mod schedule;
+pub mod suggest;
 pub mod tile;
 // Where bytes live: host is the hub.
 #[allow(unsafe_code, reason = "device arenas are raw memory")]

@@ -17,7 +17,7 @@ use machine::{At, Machine, ancestors};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use terrace::Error;
-use terrace::config::{Recompute, RunConfig, StorePath};
+use terrace::config::{Recompute, RunConfig, Size, StorePath};
 use terrace::model::ModelSpec;
 use terrace::plan::regions::{DeviceMap, travelling_max};
 use terrace::plan::{
@@ -25,6 +25,7 @@ use terrace::plan::{
 };
 use terrace::schedule::simulate::{Prediction, Rates, fastest, simulate};
 use terrace::schedule::{Action, Form, Lane, Schedule};
+use terrace::suggest::{self, Question, Steps, suggest};
 use terrace::tile::{GradientDtype, Precision, Section};
 
 const STEPS: u64 = 3;
@@ -664,9 +665,224 @@ fn anchors_take_the_place_of_states_in_the_store_where_that_is_faster() {
     assert_eq!(plan.stored_anchors, default.stored_anchors);
 }
 
+const GB: u64 = 1_000_000_000;
+
+/// A question for a model of the fixtures on a card.
+fn ask(
+    model: &str,
+    (device_bytes, host, store): (u64, u64, Option<u64>),
+    steps: Steps,
+) -> (
+    ModelSpec,
+    RunConfig,
+    Result<Vec<suggest::Suggestion>, Error>,
+) {
+    let path = format!("tests/fixtures/configs/{model}/config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let spec = ModelSpec::from_config_json(&text, &path).unwrap();
+    let mut config = RunConfig::default();
+    (config.train.micro_batch, config.train.micro_batches) = (2, 12);
+    config.memory.device = Size::Bytes(device_bytes);
+    config.memory.host = Size::Bytes(host);
+    let device = DeviceProfile::cuda("gpu", 0, Precision::Bf16);
+    let rates = Rates {
+        gemm: 600e12,
+        attention: 300e12,
+        passes: 3e12,
+        promote: 50e9,
+        demote: 50e9,
+        store_read: 2e9,
+        store_write: 2e9,
+        store_mixed: 2e9,
+        adamw: 4e9,
+        shared_cores: false,
+    };
+    let answer = suggest(&Question {
+        spec: &spec,
+        config: &config,
+        device: &device,
+        budgets: (device_bytes, host, store),
+        rates: &rates,
+        steps,
+    });
+    (spec, config, answer)
+}
+
+/// The run that a row's lines describe, over the run that was asked about.
+fn pasted(config: &RunConfig, row: &suggest::Suggestion) -> RunConfig {
+    let mut text = config.to_toml();
+    for line in row.toml().lines().filter(|line| line.contains(" = ")) {
+        let (key, _) = line.split_once(" = ").unwrap();
+        let place = text
+            .lines()
+            .find(|old| old.starts_with(&format!("{key} = ")));
+        match place.map(str::to_string) {
+            Some(old) => text = text.replace(&format!("{old}\n"), &format!("{line}\n")),
+            None => text.push_str(&format!("# {line}\n")),
+        }
+    }
+    let text = text.replace("train = []", "train = \"x\"");
+    let text = text.replace("[model]", "[model]\npath = \"x\"");
+    let sets = ["train.steps=1".to_string()];
+    RunConfig::parse(&text, "pasted", &sets).unwrap()
+}
+
+#[test]
+fn what_is_suggested_fits_its_budgets_and_can_be_pasted() {
+    for model in ["qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"] {
+        for (device, host) in [(24, 64), (24, 128), (80, 512), (141, 128)] {
+            let budgets = (device * GB, host * GB, Some(4000 * GB));
+            let (spec, config, answer) = ask(model, budgets, Steps::Run);
+            let rows = answer.unwrap();
+            assert!(!rows.is_empty() && rows.len() <= 8);
+            let case = format!("{model} on {device}/{host}");
+            for row in &rows {
+                let plan = &row.plan;
+                let used = plan.map.bytes + plan.device.fixed_bytes;
+                assert!(used <= budgets.0 && plan.host.bytes <= budgets.1, "{case}");
+                assert!(plan.store_bytes() <= 4000 * GB, "{case}");
+                let train = &row.config.train;
+                let sequences = train.micro_batch * train.micro_batches;
+                let same = sequences == 24 && train.max_grad_norm == 1.0;
+                assert_eq!(row.same_training, same, "{case}");
+                assert!([24, 48, 96].contains(&sequences), "{case}");
+                // The lines give the same plan again.
+                let again = pasted(&config, row);
+                let (purpose, given) = (Purpose::Train, plan.budgets);
+                let choice = Choice {
+                    deferred: plan.deferred,
+                    stored_anchors: plan.stored_anchors,
+                };
+                let made = Plan::choosing(&spec, &again, &plan.device, given, purpose, choice);
+                let made = made.unwrap();
+                assert_eq!(made.host, plan.host, "{case}");
+                assert_eq!(
+                    (made.map.bytes, made.kept.len()),
+                    (plan.map.bytes, plan.kept.len())
+                );
+            }
+            let speed = |row: &suggest::Suggestion| row.tokens_per_second();
+            assert!(rows.is_sorted_by(|a, b| speed(a) >= speed(b)), "{case}");
+            let preferred = &rows[suggest::preferred(&rows, &config, Steps::Run)];
+            // The run's own training may not fit where another does.
+            let any = rows.iter().any(|row| row.same_training);
+            assert_eq!(preferred.same_training, any, "{case}");
+            assert_eq!(
+                any,
+                (model, device) != ("qwen2.5-32b", 24) || host > 64,
+                "{case}"
+            );
+            let schedule = Schedule::train(&preferred.plan);
+            let machine = || Machine::new(&preferred.plan, &schedule, 2);
+            machine().finish_in_order(ORDERS[0]).unwrap();
+            machine().finish_at_random(7).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_same_question_has_the_same_answer_and_no_way_that_it_tried_is_faster() {
+    let budgets = (24 * GB, 128 * GB, None);
+    let (spec, config, first) = ask("qwen2.5-7b", budgets, Steps::Run);
+    let (_, _, second) = ask("qwen2.5-7b", budgets, Steps::Run);
+    let (first, second) = (first.unwrap(), second.unwrap());
+    assert_eq!(suggest::table(&first), suggest::table(&second));
+    assert_eq!(suggest::json(&first), suggest::json(&second));
+    // Splits of the run's own step, by hand.
+    let row = &first[suggest::preferred(&first, &config, Steps::Run)];
+    let rates = machine_rates();
+    let device = DeviceProfile::cuda("gpu", 0, Precision::Bf16);
+    for micro_batch in [1, 2, 3, 4, 6, 8, 12, 24] {
+        let mut other = config.clone();
+        other.train.micro_batch = micro_batch;
+        other.train.micro_batches = 24 / micro_batch;
+        let budgets = row.plan.budgets;
+        let Ok(plan) = Plan::new(&spec, &other, &device, budgets, Purpose::Train) else {
+            continue;
+        };
+        let rates = Rates {
+            gemm: 600e12,
+            attention: 300e12,
+            passes: 3e12,
+            promote: 50e9,
+            demote: 50e9,
+            adamw: 4e9,
+            ..rates
+        };
+        let seconds = simulate(&plan, &Schedule::train(&plan), &rates).step_seconds;
+        assert!(
+            row.prediction.step_seconds <= seconds * 1.005,
+            "{micro_batch}: {seconds}"
+        );
+    }
+}
+
+#[test]
+fn a_larger_step_is_only_told_where_it_is_faster_and_open_steps_start_small() {
+    let budgets = (80 * GB, 512 * GB, None);
+    let (_, config, answer) = ask("qwen2.5-1.5b", budgets, Steps::Any);
+    let rows = answer.unwrap();
+    let clipped = rows.iter().filter(|row| row.plan.clipping);
+    let mut clipped: Vec<_> = clipped
+        .map(|r| (r.prediction.tokens, r.tokens_per_second()))
+        .collect();
+    clipped.sort_unstable_by_key(|(tokens, _)| *tokens);
+    assert!(clipped.len() > 1, "{clipped:?}");
+    for pair in clipped.windows(2) {
+        assert!(pair[1].1 > pair[0].1, "{clipped:?}");
+    }
+    assert!(
+        rows[suggest::preferred(&rows, &config, Steps::Any)]
+            .plan
+            .clipping
+    );
+}
+
+#[test]
+fn where_nothing_fits_the_least_of_each_tier_is_told_and_fits() {
+    let told = |model: &str, budgets| -> String {
+        let (_, _, answer) = ask(model, budgets, Steps::Run);
+        answer.err().unwrap().to_string()
+    };
+    // Host alone would do, and so would a store; a card of no more than this cannot hold a layer.
+    let text = told("qwen2.5-7b", (24 * GB, 32 * GB, Some(1 << 20)));
+    let (start, end) = (
+        "plan: a step of 24576 tokens in the smallest micro-batches: expected at least memory.host",
+        "; raise one of them, or take a smaller step or shorter sequences",
+    );
+    assert!(text.starts_with(start) && text.ends_with(end), "{text}");
+    assert!(text.contains(", or memory.store of "), "{text}");
+    assert_eq!(text.lines().count(), 1);
+    let size = |after: &str| {
+        let rest = text.split_once(after).unwrap().1;
+        let words: Vec<&str> = rest.split([' ', ',', ';']).take(2).collect();
+        match Size::parse(&words.join(" "), "least").unwrap() {
+            Size::Bytes(bytes) => bytes,
+            Size::Auto => unreachable!(),
+        }
+    };
+    let (host, store) = (size("memory.host of "), size("memory.store of "));
+    // Printed with three digits: a little more and a little less.
+    for (budgets, fits) in [
+        ((24 * GB, host + host / 100, Some(1 << 20)), true),
+        ((24 * GB, host - host / 20, Some(1 << 20)), false),
+        ((24 * GB, 32 * GB, Some(store + store / 100)), true),
+        ((24 * GB, 32 * GB, Some(store - store / 20)), false),
+    ] {
+        let (_, _, answer) = ask("qwen2.5-7b", budgets, Steps::Run);
+        assert_eq!(answer.is_ok(), fits, "{budgets:?}");
+    }
+    // No one tier is enough.
+    let text = told("qwen2.5-32b", (1 << 20, 1 << 20, Some(1 << 20)));
+    assert!(text.contains("at least memory.device of "), "{text}");
+    assert!(text.contains(" with memory.host of ") && text.contains(" and memory.store of "));
+}
+
 fn machine_rates() -> Rates {
     Rates {
         gemm: 1e12,
+        attention: 1e12,
+        passes: 1e12,
         promote: 1e10,
         demote: 1e10,
         store_read: 1e9,

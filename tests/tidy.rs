@@ -16,6 +16,7 @@ const DIRECTION: &[(&[&str], bool)] = &[
     (&["error", "report", "stats"], false),
     (&["config", "model", "tile"], true),
     (&["plan", "schedule", "store/format"], true),
+    (&["suggest"], false),
     (&["host"], false),
     // Never each other: host is the hub.
     (&["store", "device"], false),
@@ -39,6 +40,7 @@ const PURE: &[&str] = &[
     "plan",
     "schedule",
     "store/format",
+    "suggest",
 ];
 const IMPURE_WORDS: &[&str] = &[
     "std::fs",

@@ -795,19 +795,133 @@ fn doctor_says_what_the_machine_has() {
     let room = Room::new();
     let before = room.listing();
     let out = room.terrace("doctor").success();
-    for start in [
+    let levels = ["bad", "warning", "unknown", "ok"];
+    let mut last = 0;
+    for line in out.lines().filter(|line| !line.starts_with("measured on ")) {
+        let (level, _) = line.split_once(' ').unwrap();
+        let rank = levels.iter().position(|known| *known == level).unwrap();
+        assert!(rank >= last, "worst first: {out}");
+        last = rank;
+    }
+    let subjects = [
         "cores: ",
         "simd: ",
         "memory available: ",
+        "locked memory: ",
+        "transparent huge pages: ",
+        "numa: ",
+        "io_uring: ",
+        "kernel: ",
         "store .: ",
-        "measured on cpu: ",
-    ] {
+        "store i/o: ",
+        "drive of .: ",
+    ];
+    for subject in subjects {
+        let found = out
+            .lines()
+            .any(|line| line.get(9..).is_some_and(|l| l.starts_with(subject)));
+        assert!(found, "{subject}: {out}");
+    }
+    assert!(
+        out.lines()
+            .any(|line| line.starts_with("measured on cpu: ")),
+        "{out}"
+    );
+    let json: Value = serde_json::from_str(&room.terrace("doctor --json").success()).unwrap();
+    let findings = json["findings"].as_array().unwrap();
+    assert!(findings.len() >= subjects.len());
+    for finding in findings {
+        let level = finding["level"].as_str().unwrap();
+        let remedy = finding["remedy"].as_str().unwrap();
         assert!(
-            out.lines().any(|line| line.starts_with(start)),
-            "{start}: {out}"
+            level == "good" || level == "unknown" || !remedy.is_empty(),
+            "{finding}"
         );
     }
+    assert!(json["rates"]["cpu"]["gemm"].as_f64().unwrap() > 0.0);
+    let ended = room.terrace("doctor --store nowhere");
+    assert_eq!((ended.code, ended.err.lines().count()), (4, 1), "{ended:?}");
     assert_eq!(room.listing(), before);
+}
+
+#[test]
+fn a_plan_can_be_for_the_cpu_for_a_card_that_is_not_here_or_for_a_model_alone() {
+    let room = Room::new();
+    let cpu = room
+        .terrace("plan run.toml --device cpu --device-memory 48MiB")
+        .success();
+    assert!(cpu.contains(" parameters on cpu, "), "{cpu}");
+    let sizes = "--device-memory 2GB --host-memory 1GB";
+    let gpu = room
+        .terrace(&format!("plan run.toml --device cuda {sizes}"))
+        .success();
+    assert!(gpu.contains(" parameters on gpu, "), "{gpu}");
+    for model in ["model", "model/config.json"] {
+        let alone = room
+            .terrace(&format!("plan --model {model} {sizes}"))
+            .success();
+        assert!(alone.contains(" parameters on gpu, "), "{alone}");
+    }
+    if Card::read(0).is_err() {
+        let ended = room.terrace("plan run.toml --device cuda --set memory.device=auto");
+        assert_eq!(ended.code, 1, "{ended:?}");
+        let end = "to plan for a card that is not here, add --device-memory 24GB\n";
+        assert!(ended.err.ends_with(end), "{ended:?}");
+    }
+    for (arguments, code) in [
+        ("plan", 2),
+        ("plan run.toml --model model", 2),
+        ("plan --model nowhere/config.json", 4),
+        ("plan run.toml --device tpu", 2),
+        ("plan run.toml --row 2", 2),
+    ] {
+        assert_eq!(room.terrace(arguments).code, code, "{arguments}");
+    }
+}
+
+#[test]
+fn a_suggestion_is_printed_and_written_and_changes_nothing() {
+    let room = Room::new();
+    let before = room.listing();
+    let asked = "plan run.toml --suggest --device-memory 2GB --host-memory 1GB";
+    let out = room.terrace(asked).success();
+    assert!(out.contains("bound by\n   1  "), "{out}");
+    for line in [
+        "[train]\nmicro_batch = ",
+        "[memory]\ndevice = \"2GB\"\nhost = \"1GB\"\n",
+    ] {
+        assert!(out.contains(line), "{line}: {out}");
+    }
+    assert!(
+        out.contains(", the run's own sequences a step and clipping: "),
+        "{out}"
+    );
+    assert_eq!(room.listing(), before);
+    let json: Value =
+        serde_json::from_str(&room.terrace(&format!("{asked} --json")).success()).unwrap();
+    let rows = json.as_array().unwrap();
+    let same = rows
+        .iter()
+        .position(|row| row["same_training"] == true)
+        .unwrap();
+    let product =
+        |row: &Value| row["micro_batch"].as_u64().unwrap() * row["micro_batches"].as_u64().unwrap();
+    assert_eq!(product(&rows[same]), 2);
+    let other = (0..rows.len()).find(|row| *row != same).unwrap();
+    room.terrace(&format!("{asked} --row {} --write new.toml", other + 1))
+        .success();
+    let written = std::fs::read_to_string(room.path("new.toml")).unwrap();
+    let line = format!("micro_batches = {}\n", rows[other]["micro_batches"]);
+    assert!(written.contains(&line), "{written}");
+    // A file that is there stays; what was written is a run.
+    let ended = room.terrace(&format!("{asked} --write new.toml"));
+    assert_eq!((ended.code, ended.err.lines().count()), (4, 1), "{ended:?}");
+    room.terrace("plan new.toml").success();
+    let ended = room.terrace(&format!("{asked} --row 99"));
+    assert_eq!(ended.code, 2, "{ended:?}");
+    let ended = room.terrace("plan run.toml --suggest --device-memory 1MiB --host-memory 1MiB");
+    assert_eq!((ended.code, ended.err.lines().count()), (2, 1), "{ended:?}");
+    assert!(ended.err.contains("expected at least memory."), "{ended:?}");
 }
 
 #[test]
@@ -988,10 +1102,68 @@ const PLANS: &str = "# Plans for hardware that need not be there
 
 4 micro-batches of 1 × 2048 tokens, bf16 with an exact fp32 master, gradients that wait for the norm
 unless clipping is off (`--set train.max_grad_norm=0`). Rates are those of one server as measured
-once (GEMM 650 TFLOP/s, PCIe 55 GB/s, one cloud disk of 1.7 GB/s read and 2.3 GB/s written, AdamW
-4.2e9 parameters/s): predictions, not measurements. Qwen2.5's dimensions are the published ones;
-the dense 120B is a Llama shape of this project's own (106 blocks of 10240).
+once (GEMM 650 TFLOP/s, attention 350 TFLOP/s, PCIe 55 GB/s, one cloud disk of 1.7 GB/s both ways
+at once, AdamW 5.2e9 parameters/s): predictions, not measurements. Qwen2.5's dimensions are the
+published ones; the dense 120B is a Llama shape of this project's own (106 blocks of 10240).
 ";
+
+/// Device and host memory that suggestions are asked for.
+const ASKED: [(&str, &str); 4] = [
+    ("24GB", "64GB"),
+    ("24GB", "128GB"),
+    ("80GB", "512GB"),
+    ("141GB", "128GB"),
+];
+
+const SUGGESTIONS: &str = "
+## Suggestions
+
+    terrace plan --suggest --model tests/fixtures/configs/MODEL/config.json \\
+        --device-memory DEVICE --host-memory HOST --store-space 4TB
+
+The fastest with clipping and the fastest without, sequences of 1,024; sizes in GiB.
+
+| machine | model | micro-batches | tokens | clipping | device | host | store | s a step \
+| tokens/s | bound by |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+";
+
+/// The fastest rows of one model on one machine, with clipping and without.
+fn suggested_rows(model: &str, device: &str, host: &str) -> String {
+    let room = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let arguments = format!(
+        "plan --suggest --json --model tests/fixtures/configs/{model}/config.json \
+         --device-memory {device} --host-memory {host} --store-space 4TB"
+    );
+    let output = Command::new(TERRACE)
+        .current_dir(room)
+        .args(arguments.split_whitespace())
+        .output();
+    let answer: Value = serde_json::from_str(&Ended::from(output.unwrap()).success()).unwrap();
+    let rows = answer.as_array().unwrap();
+    let gib = |value: &Value| value.as_u64().unwrap() as f64 / (1u64 << 30) as f64;
+    [true, false]
+        .into_iter()
+        .filter_map(|clips| {
+            let clipped = |row: &&Value| (row["max_grad_norm"] != 0.0) == clips;
+            let row = rows.iter().find(clipped)?;
+            Some(format!(
+                "| {device} + {host} | {model} | {} x {} | {} | {} | {:.1} | {:.1} | {:.1} | \
+                 {:.2} | {:.0} | {} |\n",
+                row["micro_batches"],
+                row["micro_batch"],
+                row["tokens"],
+                if clips { "on" } else { "off" },
+                gib(&row["device"]),
+                gib(&row["host"]),
+                gib(&row["store"]),
+                row["step_seconds"].as_f64().unwrap(),
+                row["tokens_per_second"].as_f64().unwrap(),
+                row["reason"].as_str().unwrap(),
+            ))
+        })
+        .collect()
+}
 
 /// One row of the page, and whether the plan was refused.
 fn plan_row(model: &str, device: &str, host: &str, variant: &str) -> (String, bool) {
@@ -1048,6 +1220,12 @@ fn plans_for_models_of_7_to_120_billion_parameters_are_those_of_the_page() {
                     refused.push((device, host, name, model));
                 }
             }
+        }
+    }
+    page.push_str(SUGGESTIONS);
+    for (device, host) in ASKED {
+        for model in ["qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"] {
+            page.push_str(&suggested_rows(model, device, host));
         }
     }
     // What the design promises of the largest: without clipping all of it in 1.5 TB of host memory.

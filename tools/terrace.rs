@@ -4,12 +4,14 @@
 mod config;
 #[path = "terrace/data.rs"]
 mod data;
-#[path = "terrace/inspect_run.rs"]
-mod inspect_run;
+#[path = "terrace/doctor.rs"]
+mod doctor;
 #[path = "terrace/kill_at.rs"]
 mod kill_at;
 #[path = "terrace/model_out.rs"]
 mod model_out;
+#[path = "terrace/plan.rs"]
+mod plan;
 #[path = "terrace/train.rs"]
 mod train;
 
@@ -35,7 +37,7 @@ enum Command {
     /// Train, or go on from the last commit with --resume
     Train(train::TrainArguments),
     /// Show where every byte would live and what a step would cost; needs no GPU, disk or weights
-    Plan(inspect_run::PlanArguments),
+    Plan(plan::PlanArguments),
     /// Continue a text with a model or a commit
     Generate(model_out::GenerateArguments),
     /// Write a commit as a Hugging Face directory
@@ -50,8 +52,8 @@ enum Command {
         #[command(subcommand)]
         command: config::ConfigCommand,
     },
-    /// Say what this machine has and what limits it
-    Doctor(inspect_run::DoctorArguments),
+    /// Say what limits this machine, worst first, and how to change it
+    Doctor(doctor::DoctorArguments),
     /// Write a commented run.toml
     Init {
         /// File to write; it must not exist
@@ -113,12 +115,12 @@ fn main() -> ExitCode {
     };
     let result = match command {
         Command::Train(arguments) => train::train(&arguments),
-        Command::Plan(arguments) => inspect_run::plan(&arguments),
+        Command::Plan(arguments) => plan::plan(&arguments),
         Command::Generate(arguments) => model_out::generate(&arguments),
         Command::Export(arguments) => model_out::export(&arguments),
         Command::Data { command } => data::run(&command),
         Command::Config { command } => config::run(&command),
-        Command::Doctor(arguments) => inspect_run::doctor(&arguments),
+        Command::Doctor(arguments) => doctor::doctor(&arguments),
         Command::Init { path } => init(&path),
     };
     match result {

@@ -75,6 +75,23 @@ impl RunConfig {
         self.written(|_| String::new())
     }
 
+    /// The lines of some keys, named as `train.steps`, under their tables.
+    pub fn lines_of(&self, wanted: &[&str]) -> String {
+        let mut text = String::new();
+        for table in &TABLES {
+            let lines: String = table
+                .keys
+                .iter()
+                .filter(|key| wanted.contains(&key.path().as_str()))
+                .filter_map(|key| Some(format!("{} = {}\n", key.name, (key.get)(self)?)))
+                .collect();
+            if !lines.is_empty() {
+                text.push_str(&format!("[{}]\n{lines}", table.name));
+            }
+        }
+        text
+    }
+
     fn written(&self, remark: impl Fn(&Key) -> String) -> String {
         let mut text = String::new();
         for table in &TABLES {
