@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::HostMemory;
+use super::{HostMemory, cgroup_directories};
 use crate::plan::bytes_text;
 
 /// How much something matters, worst first.
@@ -147,42 +147,21 @@ impl Root {
 
     /// Whole cores that the tightest CPU quota of this process's control groups allows.
     fn quota_cores(&self) -> Option<f64> {
-        let groups = self.text("proc/self/cgroup")?;
-        let mut least: Option<f64> = None;
-        for line in groups.lines() {
-            let mut fields = line.splitn(3, ':');
-            let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-            let second = controllers.is_empty();
-            if !second && !controllers.split(',').any(|name| name == "cpu") {
-                continue;
-            }
-            let folders = Path::new(path.trim_start_matches('/')).ancestors();
-            for folder in folders.map(|folder| folder.to_string_lossy().into_owned()) {
-                let quota = match second {
-                    true => self.text(&format!("sys/fs/cgroup/{folder}/cpu.max")),
-                    false => self.first_version_quota(&folder),
-                };
-                let cores = quota.and_then(|text| {
-                    let (quota, period) = text.split_once(' ')?;
-                    Some(quota.parse::<f64>().ok()? / period.parse::<f64>().ok()?)
-                });
-                let cores = cores.filter(|cores| *cores > 0.0);
-                least = match (least, cores) {
-                    (Some(a), Some(b)) => Some(a.min(b)),
-                    (a, b) => a.or(b),
-                };
-            }
-        }
-        least
-    }
-
-    fn first_version_quota(&self, folder: &str) -> Option<String> {
-        let at = |name| self.text(&format!("sys/fs/cgroup/cpu/{folder}/{name}"));
-        Some(format!(
-            "{} {}",
-            at("cpu.cfs_quota_us")?,
-            at("cpu.cfs_period_us")?
-        ))
+        let read = |path: PathBuf| std::fs::read_to_string(path).ok();
+        let quotas = cgroup_directories(&self.0, "cpu").into_iter();
+        let quotas = quotas.filter_map(|(second, at)| {
+            let text = match second {
+                true => read(at.join("cpu.max"))?,
+                false => {
+                    let quota = read(at.join("cpu.cfs_quota_us"))?;
+                    format!("{} {}", quota.trim(), read(at.join("cpu.cfs_period_us"))?)
+                }
+            };
+            let (quota, period) = text.trim().split_once(' ')?;
+            let cores = quota.parse::<f64>().ok()? / period.parse::<f64>().ok()?;
+            (cores > 0.0).then_some(cores)
+        });
+        quotas.min_by(f64::total_cmp)
     }
 }
 
