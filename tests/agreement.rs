@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use terrace::config::{IoEngine, Recompute, RunConfig};
-use terrace::device::Device;
+use terrace::device::{Device, View};
 use terrace::hf::WeightSource;
 use terrace::host::HostArena;
 use terrace::machine::storage_bytes;
@@ -553,6 +553,67 @@ fn anchors_may_be_in_the_store() {
         };
         agree(numbers, &ways);
     }
+}
+
+/// Of an anchor of two extents that its micro-batch fills to a half, the first moves; of a full one
+/// both do.
+#[test]
+fn an_anchor_of_several_extents_comes_back() {
+    const TOKENS: u64 = 20_000;
+    let spec = support::spec(3, 64, 17, false);
+    let mut config = support::config(TOKENS, 2);
+    config.memory.recompute = Recompute::All;
+    let profile = support::profile(Precision::Fp32);
+    let choose = |device| {
+        let budgets = Budgets {
+            device,
+            host: PLENTY,
+            store: PLENTY,
+        };
+        let choice = Choice {
+            stored_anchors: 1,
+            ..Choice::default()
+        };
+        Plan::choosing(&spec, &config, &profile, budgets, Purpose::Train, choice).unwrap()
+    };
+    let all = choose(PLENTY);
+    let row = 2 * all.map.anchor_bytes;
+    let plan = choose(all.map.bytes + profile.fixed_bytes - row);
+    assert_eq!((plan.map.shape.travelling, plan.stored_anchors), (1, 1));
+    let device = Device::open(profile.card, plan.map.bytes, profile.activation_bytes).unwrap();
+    let mut cutter = HostArena::take(plan.host.bytes).unwrap();
+    let ring = cutter.cut_ring(plan.host.slabs as usize, plan.host.slab_bytes);
+    let directory = directory();
+    let paths = [(PathBuf::from(directory.path()), PLENTY)];
+    let store = Scratch::create(&paths, &transfer::stored(&plan), None, &[ring.span()]).unwrap();
+    let tiers = Tiers::new(&plan, device, cutter, ring, Some(store), Stats::new(false));
+    let anchor = |micro, tokens| {
+        let offset = plan.map.anchor(1, micro);
+        View::new(
+            offset,
+            tokens * spec.hidden,
+            tiers.device.activation_dtype(),
+        )
+    };
+    let views = [anchor(0, TOKENS), anchor(1, TOKENS / 2)];
+    let values = |micro: usize| -> Vec<f32> {
+        let word = |index| ((index * 7 + micro as u64 * 3) % 251) as f32;
+        (0..views[micro].count).map(word).collect()
+    };
+    for micro in 0..2 {
+        tiers.device.write_f32(views[micro], &values(micro));
+        tiers.demote_anchor(1, micro as u32, views[micro]).unwrap();
+        tiers.device.settle();
+        tiers.device.poison(views[micro]);
+    }
+    for micro in (0..2).rev() {
+        tiers.promote_anchor(1, micro as u32, views[micro]).unwrap();
+        assert!(tiers.device.read_f32(views[micro]) == values(micro));
+    }
+    let moved = tiers.stats.snapshot().bytes;
+    let extents = plan.map.anchor_bytes + (4 << 20);
+    assert_eq!(&moved[2..], [extents; 2]);
+    assert_eq!(moved[0], moved[1]);
 }
 
 #[test]

@@ -43,8 +43,19 @@ const MODEL: &str = r#"{
   "dtype": "float32"
 }"#;
 
-/// A run's directory.
-struct Place(tempfile::TempDir);
+/// Settings under which weights and the first block's anchors spill too: nothing of a run's numbers
+/// depends on them.
+const SMALLEST: &[&str] = &[
+    "--set",
+    "memory.device=236288B",
+    "--set",
+    "memory.host=460000B",
+];
+/// Bytes of an anchor there: no other extent has so few.
+const ANCHOR_BYTES: u64 = 4096;
+
+/// A run's directory, and arguments of every command in it.
+struct Place(tempfile::TempDir, &'static [&'static str]);
 
 /// What a run came to: lines of steps without what the clock says, and checksums of extents.
 #[derive(PartialEq)]
@@ -55,7 +66,12 @@ struct Outcome {
 
 impl Place {
     fn new() -> Place {
-        let place = Place(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        Place::with(&[])
+    }
+
+    fn with(settings: &'static [&'static str]) -> Place {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let place = Place(directory, settings);
         let path = |name: &str| place.path(name);
         for name in ["model", "store"] {
             std::fs::create_dir(path(name)).unwrap();
@@ -99,6 +115,7 @@ impl Place {
             .arg("train")
             .arg(self.path("run.toml"))
             .args(["--device", "cpu", "--set", engine])
+            .args(self.1)
             .args(arguments)
             .env("RAYON_NUM_THREADS", "1")
             .stdin(Stdio::null())
@@ -112,10 +129,15 @@ impl Place {
     }
 
     /// Starts a run and returns when it has stopped itself in the middle of an update.
-    fn stopped(&self, engine: IoEngine, arguments: &[&str]) -> Stopped {
+    fn stopped(&self, engine: IoEngine) -> Stopped {
+        self.stopped_at(engine, MIDDLE)
+    }
+
+    /// As [`Place::stopped`], at another instant.
+    fn stopped_at(&self, engine: IoEngine, instant: &str) -> Stopped {
         let signal = libc::SIGSTOP.to_string();
-        let at = ["--kill-at", MIDDLE, "--kill-signal", &signal];
-        let child = self.command(engine, &[&at, arguments].concat()).spawn();
+        let at = ["--kill-at", instant, "--kill-signal", &signal];
+        let child = self.command(engine, &at).spawn();
         let stopped = Stopped(Some(child.unwrap()));
         // SAFETY: the structure is all integers and pointers.
         let mut told: libc::siginfo_t = unsafe { std::mem::zeroed() };
@@ -272,7 +294,7 @@ fn a_transfer_that_fails_ends_the_run_with_its_tile_and_the_last_commit() {
             Ok(fs) => fs,
             Err(error) => return skip("a transfer that fails", &format!("FUSE: {error}")),
         };
-        let stopped = place.stopped(engine, &[]);
+        let stopped = place.stopped(engine);
         fs.set_faults(FsFaults {
             error_at: Some(2),
             only: Some(kind),
@@ -297,13 +319,72 @@ fn a_transfer_that_fails_ends_the_run_with_its_tile_and_the_last_commit() {
 fn killed_in_an_update_a_run_leaves_its_store_empty_and_goes_on() {
     for engine in ENGINES {
         let place = Place::new();
-        let mut stopped = place.stopped(engine, &[]);
+        let mut stopped = place.stopped(engine);
         let mut child = stopped.0.take().unwrap();
         child.kill().unwrap();
         assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
         let left = std::fs::read_dir(place.path("store")).unwrap();
         let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["scratch.lock"]);
+        let store = CheckpointStore::open_existing(&place.path("log/checkpoint")).unwrap();
+        let metadata = store.metadata(store.latest().unwrap()).unwrap();
+        drop(store);
+        let metadata: serde_json::Value = serde_json::from_slice(&metadata).unwrap();
+        place.assert_resumes(engine, metadata["step"].as_u64().unwrap());
+    }
+}
+
+#[test]
+fn an_anchor_that_fails_on_its_way_ends_the_run_with_its_layer_and_the_last_commit() {
+    if let Some(reason) = lacks(&[]) {
+        return skip("an anchor that fails", &reason);
+    }
+    for (engine, kind, instant, action) in [
+        (
+            IoEngine::Uring,
+            Transfer::Write,
+            "down:demoteanchor:7:2",
+            "terrace: write of tile 1.1 anchor",
+        ),
+        (
+            IoEngine::Pread,
+            Transfer::Read,
+            "up:promoteanchor:7",
+            "terrace: read of tile 1.0 anchor",
+        ),
+    ] {
+        let place = Place::with(SMALLEST);
+        let fs = match FaultFs::mount(&place.path("store")) {
+            Ok(fs) => fs,
+            Err(error) => return skip("an anchor that fails", &format!("FUSE: {error}")),
+        };
+        let stopped = place.stopped_at(engine, instant);
+        fs.set_faults(FsFaults {
+            error_from: Some(1),
+            only: Some(kind),
+            bytes: Some(ANCHOR_BYTES),
+            ..FsFaults::default()
+        });
+        let ended = stopped.go_on();
+        fs.set_faults(FsFaults::default());
+        let line = place.assert_ended_and_resumes(engine, &ended, 4, &[action, "(os error 5)"]);
+        println!("{engine:?}: {line}");
+    }
+}
+
+#[test]
+fn killed_between_an_anchors_write_and_its_read_a_run_goes_on() {
+    for engine in ENGINES {
+        let place = Place::with(SMALLEST);
+        let mut stopped = place.stopped_at(engine, "up:promoteanchor:8:2");
+        let mut child = stopped.0.take().unwrap();
+        child.kill().unwrap();
+        let output = child.wait_with_output().unwrap();
+        let said = words(&output);
+        let anchors = said.lines().find(|line| line.contains("anchors between"));
+        // Device, host, store.
+        let homes: Vec<&str> = anchors.unwrap().split_whitespace().skip(5).collect();
+        assert_eq!(homes, ["-", "-", "8.00", "KiB"], "{said}");
         let store = CheckpointStore::open_existing(&place.path("log/checkpoint")).unwrap();
         let metadata = store.metadata(store.latest().unwrap()).unwrap();
         drop(store);
@@ -349,13 +430,17 @@ impl Drive {
 /// Without an error: zeros where the moments were.
 #[test]
 fn a_drive_that_forgets_ends_the_run() {
-    for engine in ENGINES {
-        let place = Place::new();
+    for (engine, settings, instant) in [
+        (IoEngine::Pread, &[][..], MIDDLE),
+        (IoEngine::Uring, &[][..], MIDDLE),
+        (IoEngine::Pread, SMALLEST, "up:promoteanchor:7:2"),
+    ] {
+        let place = Place::with(settings);
         let drive = match Drive::new(&place) {
             Ok(drive) => drive,
             Err(reason) => return skip("a drive that forgets", &reason),
         };
-        let stopped = place.stopped(engine, &[]);
+        let stopped = place.stopped_at(engine, instant);
         let mut punch = Command::new("fallocate");
         punch.args(["--punch-hole", "--offset", "0", "--length", "64MiB"]);
         run(punch.arg(&drive.image)).unwrap();
@@ -445,7 +530,7 @@ fn a_drive_that_became_slow_makes_the_run_slow_and_nothing_else() {
             Ok(drive) => drive,
             Err(reason) => return skip("a slow drive", &reason),
         };
-        let stopped = place.stopped(engine, &[]);
+        let stopped = place.stopped(engine);
         let name = format!("terrace-test-{}", stopped.id());
         let throttle = match Throttle::new(&name, &drive.device, BYTES_PER_SECOND) {
             Ok(throttle) => throttle,

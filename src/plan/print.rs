@@ -154,6 +154,7 @@ impl Plan {
             shape.micros,
             shape.tokens,
         );
+        let anchors = self.anchors_sentence();
         let checkpoints = if self.checkpoint_bytes > 0 {
             let bytes = bytes_text(self.checkpoint_bytes);
             format!("  checkpoints: {bytes} in checkpoint.dir, with one free beside those kept")
@@ -200,7 +201,20 @@ impl Plan {
             }
             Precision::Bf16 | Precision::Fp32 => "",
         };
-        format!("{inexact}{kept}\n{checkpoints}\n{moved}\n{wear}{predicted}\n")
+        format!("{inexact}{kept}\n{anchors}{checkpoints}\n{moved}\n{wear}{predicted}\n")
+    }
+
+    /// Which anchors go to the store, and what would keep them out of it.
+    fn anchors_sentence(&self) -> String {
+        match self.stored_anchors {
+            0 => String::new(),
+            stored => format!(
+                "  anchors of {stored} of {} blocks are written to the store in forward and read in \
+                 backward: fewer tokens a step (train.micro_batch, train.micro_batches) would avoid \
+                 it\n",
+                self.blocks
+            ),
+        }
     }
 
     /// Bytes written to drives over the whole run: the checkpoints' file and the spilled extents

@@ -38,6 +38,8 @@ pub(crate) struct FsFaults {
     pub(crate) error_from: Option<u64>,
     /// Only requests of this kind are counted and fail.
     pub(crate) only: Option<Transfer>,
+    /// Only reads and writes of this many bytes are counted and fail.
+    pub(crate) bytes: Option<u64>,
     /// What they fail with; EIO where nothing is said.
     pub(crate) errno: Option<i32>,
     /// Reads and writes of more than a page move a part.
@@ -154,11 +156,14 @@ struct State {
 impl State {
     /// Counts a request that moves no data; `Err` if it is one that fails.
     fn count(&mut self) -> Outcome<()> {
-        self.count_kind(None)
+        self.count_kind(None, 0)
     }
 
-    fn count_kind(&mut self, kind: Option<Transfer>) -> Outcome<()> {
+    fn count_kind(&mut self, kind: Option<Transfer>, bytes: u64) -> Outcome<()> {
         if self.faults.only.is_some() && self.faults.only != kind {
+            return Ok(());
+        }
+        if self.faults.bytes.is_some_and(|wanted| wanted != bytes) {
             return Ok(());
         }
         self.requests += 1;
@@ -495,14 +500,14 @@ fn init(body: &Body<'_>) -> Packed {
 }
 
 fn read(state: &mut State, ino: u64, body: &Body<'_>) -> Outcome<Packed> {
-    state.count_kind(Some(Transfer::Read))?;
+    state.count_kind(Some(Transfer::Read), u64::from(body.word(16)))?;
     let bytes = state.part(body.word(16) as usize);
     let read = state.node(ino)?.live.read(body.long(8), bytes);
     Ok(Packed(read))
 }
 
 fn write(state: &mut State, ino: u64, body: &Body<'_>) -> Outcome<Packed> {
-    state.count_kind(Some(Transfer::Write))?;
+    state.count_kind(Some(Transfer::Write), u64::from(body.word(16)))?;
     let bytes = &body.0[40..40 + body.word(16) as usize];
     let part = &bytes[..state.part(bytes.len())];
     let node = state.node(ino)?;

@@ -10,7 +10,7 @@ use terrace::hf::{self, hub};
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
 use terrace::model::ModelSpec;
-use terrace::plan::{Budgets, DeviceProfile, bytes_text, count_text};
+use terrace::plan::{Budgets, DeviceProfile, Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::simulate::{Prediction, Rates, fastest};
 use terrace::suggest::{self, Question, Steps, suggest};
@@ -239,7 +239,14 @@ fn show(arguments: &PlanArguments, asked: &Asked) -> Result<()> {
         }
     ))?;
     say(&plan.table(&prediction, rates))?;
-    what_if(spec, config, profile, budget.budgets, rates, &prediction)?;
+    what_if(
+        spec,
+        config,
+        profile,
+        budget.budgets,
+        rates,
+        (&plan, &prediction),
+    )?;
     match arguments.schedule {
         true => list(&Schedule::train(&plan)),
         false => Ok(()),
@@ -335,8 +342,17 @@ fn what_if(
     profile: &DeviceProfile,
     budgets: Budgets,
     rates: &Rates,
-    now: &Prediction,
+    (plan, now): (&Plan, &Prediction),
 ) -> Result<()> {
+    if let Some(without) = without_stored_anchors(spec, config, profile, budgets, plan) {
+        let tokens = |config: &RunConfig| config.train.micro_batch * config.train.micro_batches;
+        let share = 100.0 * tokens(&without) as f64 / tokens(config) as f64;
+        say(&format!(
+            "  with train.micro_batch = {} and train.micro_batches = {}, {share:.0} % of the tokens \
+             a step, no anchors would go to the store",
+            without.train.micro_batch, without.train.micro_batches
+        ))?;
+    }
     let other = |what: &str, config: &RunConfig, budgets: Budgets| -> Result<()> {
         let Ok((plan, prediction)) = fastest(spec, config, profile, budgets, rates) else {
             return Ok(());
@@ -350,7 +366,7 @@ fn what_if(
             "  {what}: {:.3} s a step, {:.0} tokens/s ({gain:+.0} %), {} spilled",
             prediction.step_seconds,
             rate(&prediction),
-            bytes_text(plan.spilled_bytes),
+            bytes_text(plan.store_bytes()),
         ))
     };
     let mut changed = config.clone();
@@ -378,6 +394,49 @@ fn what_if(
         other(what, config, more)?;
     }
     Ok(())
+}
+
+/// The run with as many sequences a micro-batch, else as many micro-batches, as keep all anchors out
+/// of the store; `None` where none are there or one sequence is too much.
+fn without_stored_anchors(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    profile: &DeviceProfile,
+    budgets: Budgets,
+    plan: &Plan,
+) -> Option<RunConfig> {
+    if plan.stored_anchors == 0 {
+        return None;
+    }
+    let fits = |config: &RunConfig| {
+        let plan = Plan::new(spec, config, profile, budgets, Purpose::Train);
+        plan.is_ok_and(|plan| plan.stored_anchors == 0)
+    };
+    let largest = |most: u64, set: &dyn Fn(&mut RunConfig, u64)| {
+        let with = |count| {
+            let mut other = config.clone();
+            set(&mut other, count);
+            other
+        };
+        // All counts up to `low` fit, those from `high` on do not.
+        let (mut low, mut high) = (0, most);
+        while high - low > 1 {
+            let middle = low.midpoint(high);
+            match fits(&with(middle)) {
+                true => low = middle,
+                false => high = middle,
+            }
+        }
+        (low > 0).then(|| with(low))
+    };
+    largest(config.train.micro_batch, &|c, count| {
+        c.train.micro_batch = count
+    })
+    .or_else(|| {
+        largest(config.train.micro_batches, &|c, count| {
+            c.train.micro_batches = count
+        })
+    })
 }
 
 /// Prints every action with its lane and what it waits for.
