@@ -7,7 +7,11 @@
 //! reads, on a file of 1 GiB in the same directory. Medians, and the best of each: a disk that
 //! others share is at its own rate only now and then.
 //!
-//!     cargo bench --bench update -- --dir DIRECTORY [--rounds 9] [--slabs 24] [--fio-seconds 2]
+//!     cargo bench --bench update -- --dir DIRECTORY [--rounds 9] [--slabs 24] [--fio-seconds 2] \
+//!         [--fio-mem mmaphuge]
+//!
+//! Terrace's arena lies on huge pages, with which many drives are faster; fio's does where it is
+//! told so and the machine has some (vm.nr_hugepages).
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -40,6 +44,8 @@ struct Arguments {
     rounds: usize,
     slabs: u64,
     fio_seconds: u64,
+    /// Where fio's buffers lie.
+    fio_mem: String,
 }
 
 fn arguments() -> Arguments {
@@ -48,6 +54,7 @@ fn arguments() -> Arguments {
         rounds: 9,
         slabs: 24,
         fio_seconds: 2,
+        fio_mem: "malloc".to_string(),
     };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
@@ -57,6 +64,7 @@ fn arguments() -> Arguments {
             "--rounds" => given.rounds = value().parse().expect("--rounds is a number"),
             "--slabs" => given.slabs = value().parse().expect("--slabs is a number"),
             "--fio-seconds" => given.fio_seconds = value().parse().expect("a number"),
+            "--fio-mem" => given.fio_mem = value(),
             // cargo bench adds this.
             "--bench" => {}
             other => panic!("unknown argument {other}"),
@@ -79,12 +87,19 @@ fn run(arguments: &Arguments) -> Result<()> {
     let file = arguments.dir.join("fio.file");
     fio(&file, &["--rw=write"])?;
     let runtime = format!("--runtime={}", arguments.fio_seconds);
+    let memory = format!("--mem={}", arguments.fio_mem);
     let mut rows = Vec::new();
     for round in 0..=arguments.rounds {
         let update = timed_update(&mut engine, &spec, round as u64 + 1)?;
         let disk = fio(
             &file,
-            &["--rw=rw", "--rwmixread=50", "--time_based", &runtime],
+            &[
+                "--rw=rw",
+                "--rwmixread=50",
+                "--time_based",
+                &runtime,
+                &memory,
+            ],
         )?;
         // The first step allocates what later ones have.
         if round > 0 {

@@ -325,18 +325,14 @@ impl Plan {
             stored_anchors,
         } = homes::place(spec, config, purpose, deferred, room)?;
         let (map, kept) = fill_device(spec, config, &least, &tiles, arena);
+        let bytes_of = |tile: &TilePlan, s| extents_bytes(&tile.layout, s, precision);
         let spilled_bytes: u64 = tiles
             .iter()
-            .flat_map(|tile| {
-                tile.spilled()
-                    .map(|s| extents_bytes(&tile.layout, s, precision))
-            })
+            .flat_map(|tile| tile.spilled().map(|s| bytes_of(tile, s)))
             .sum();
         let state_bytes: u64 = tiles
             .iter()
-            .flat_map(|tile| {
-                Section::present(precision).map(|s| extents_bytes(&tile.layout, s, precision))
-            })
+            .flat_map(|tile| Section::present(precision).map(|s| bytes_of(tile, s)))
             .sum();
         let every = config.checkpoint.every;
         let commit_bytes = match purpose {

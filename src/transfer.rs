@@ -30,6 +30,8 @@ use crate::store::disk::Direction;
 use crate::store::{Completion, ExtentKey, Request, Scratch, StoredSection};
 use crate::tile::{Precision, SECTION_COUNT, Section, TileLayout};
 
+/// Bytes of embedding rows that are gathered at once, at least one row.
+const GATHER_BYTES: usize = 1 << 20;
 /// Slabs that one promotion or gather keeps in flight at most.
 const STREAM_DEPTH: usize = 4;
 
@@ -152,6 +154,12 @@ impl Tiers {
     /// Whether a section lives in the store.
     pub fn is_spilled(&self, layer: u16, section: Section) -> bool {
         self.spilled[usize::from(layer)][section as usize]
+    }
+
+    /// Whether others than the updates take slabs in a step: for weights or anchors of the store.
+    fn ring_is_shared(&self) -> bool {
+        let weight = |spilled: &[bool; SECTION_COUNT]| spilled[Section::Weight as usize];
+        self.spilled.iter().any(weight) || self.anchors.are_stored()
     }
 
     /// A section's home in host, to read; `None` if it is spilled.
@@ -352,8 +360,30 @@ impl Tiers {
                 return Ok(());
             }
         }
-        let mut rows = vec![0u8; usize::try_from(tokens.len() as u64 * row_bytes).expect("fits")];
+        let all_bytes = tokens.len() as u64 * row_bytes;
         let row_bytes = usize::try_from(row_bytes).expect("a row fits");
+        // What a piece takes of memory is in no plan.
+        let at_once = (GATHER_BYTES / row_bytes).max(1);
+        let piece = |index: usize, rows: &[u8]| {
+            let (start, count) = (index * at_once, rows.len() / row_bytes);
+            let out = out.slice(start as u64 * hidden, count as u64 * hidden);
+            self.device.copy_converted_in(dtype, rows, out);
+        };
+        self.stats.crossed(Hop::Promote, all_bytes);
+        if let Some(home) = self.home(0, Section::Weight) {
+            let table = home.as_slice::<u8>();
+            let mut rows = Vec::with_capacity(at_once * row_bytes);
+            for (index, tokens) in tokens.chunks(at_once).enumerate() {
+                rows.clear();
+                for token in tokens {
+                    let start = *token as usize * row_bytes;
+                    rows.extend_from_slice(&table[start..start + row_bytes]);
+                }
+                piece(index, &rows);
+            }
+            return Ok(());
+        }
+        let mut rows = vec![0u8; usize::try_from(all_bytes).expect("rows fit memory")];
         self.stream_section(0, Section::Weight, |extent, bytes| {
             let first = self.layout(0).extent_elements(extent).start * width;
             let last = first + bytes.len() as u64;
@@ -368,8 +398,9 @@ impl Tiers {
             }
             Ok(())
         })?;
-        self.stats.crossed(Hop::Promote, rows.len() as u64);
-        self.device.copy_converted_in(dtype, &rows, out);
+        for (index, rows) in rows.chunks(at_once * row_bytes).enumerate() {
+            piece(index, rows);
+        }
         Ok(())
     }
 

@@ -294,8 +294,8 @@ fn spill_sections(
 }
 
 /// The section that ended the overflow may have made room for some that went before it. Gives those
-/// of `spilled` that fit into `room` a home in host again. Only for the group that was spilled last:
-/// states are spilled before weights.
+/// of `spilled` that fit into `room` a home in host again. Only for the group that was spilled
+/// last: states are spilled before weights.
 fn put_back(
     tiles: &mut [TilePlan],
     mut spilled: Vec<(usize, Section)>,

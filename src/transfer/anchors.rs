@@ -40,6 +40,11 @@ impl Anchors {
         }
     }
 
+    /// Whether any are in the store.
+    pub(super) fn are_stored(&self) -> bool {
+        self.stored > 0
+    }
+
     fn place(&self, layer: u16, micro: u32) -> MutexGuard<'_, Lease> {
         let index = (u32::from(layer - self.stored) - 1) * self.micros + micro;
         let place = &self.in_host[index as usize];

@@ -21,8 +21,8 @@ use crate::store::disk::Direction;
 use crate::store::{Completion, ExtentKey};
 use crate::tile::{SECTION_COUNT, Section};
 
-/// Slabs left to promotions while reading ahead: without one they could wait for an update that in
-/// turn waits for them.
+/// Slabs left while reading ahead to those who move weights and anchors of the store: without one
+/// they could wait for an update that in turn waits for them.
 const SLABS_FOR_OTHERS: usize = 4;
 /// How long to wait for a completion before looking at the ring again.
 const RING_POLL: Duration = Duration::from_millis(1);
@@ -40,6 +40,8 @@ struct Span {
 /// The stream of a run; it lives on the update lane.
 pub struct StateStream<'a> {
     tiers: &'a Tiers,
+    /// Slabs left to others while reading ahead.
+    for_others: usize,
     /// Spans that are to be read, in the order of updates.
     ahead: VecDeque<(u16, u32)>,
     /// Spans whose reads have begun.
@@ -57,6 +59,10 @@ impl<'a> StateStream<'a> {
         let (reply, done) = crossbeam_channel::unbounded();
         StateStream {
             tiers,
+            for_others: match tiers.ring_is_shared() {
+                true => SLABS_FOR_OTHERS,
+                false => 0,
+            },
             ahead: VecDeque::new(),
             reading: VecDeque::new(),
             writing: HashSet::new(),
@@ -78,7 +84,7 @@ impl<'a> StateStream<'a> {
 
     /// Reads ahead as far as free slabs allow.
     pub fn advance(&mut self) -> Result<()> {
-        self.read_on(SLABS_FOR_OTHERS)
+        self.read_on(self.for_others)
     }
 
     fn read_on(&mut self, spare: usize) -> Result<()> {
@@ -88,7 +94,7 @@ impl<'a> StateStream<'a> {
             let spare = if self.reading.is_empty() {
                 spare
             } else {
-                SLABS_FOR_OTHERS
+                self.for_others
             };
             let blocked = keys.iter().any(|key| self.writing.contains(key));
             if blocked || self.tiers.ring.free_count() < keys.len() + spare {
