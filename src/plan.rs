@@ -253,6 +253,17 @@ pub struct Wear {
 }
 
 impl Wear {
+    fn new(config: &RunConfig, purpose: Purpose, state_bytes: u64) -> Wear {
+        let every = config.checkpoint.every;
+        let commits = purpose == Purpose::Train && every > 0;
+        Wear {
+            commit_bytes: if commits { state_bytes } else { 0 },
+            commit_every: every,
+            steps: config.train.steps,
+            drive_tbw: config.memory.drive_tbw,
+        }
+    }
+
     /// Bytes a step, of which `spilled` go to the scratch store, with commits spread over the steps
     /// between them.
     pub fn step_bytes(&self, spilled: u64) -> f64 {
@@ -334,11 +345,7 @@ impl Plan {
             .iter()
             .flat_map(|tile| Section::present(precision).map(|s| bytes_of(tile, s)))
             .sum();
-        let every = config.checkpoint.every;
-        let commit_bytes = match purpose {
-            Purpose::Train if every > 0 => state_bytes,
-            _ => 0,
-        };
+        let wear = Wear::new(config, purpose, state_bytes);
         Ok(Plan {
             purpose,
             device: device.clone(),
@@ -355,13 +362,8 @@ impl Plan {
             gradient_bytes: homes::gradient_bytes(config),
             tied: spec.tied,
             spilled_bytes,
-            checkpoint_bytes: commit_bytes * (config.checkpoint.held() + 1),
-            wear: Wear {
-                commit_bytes,
-                commit_every: every,
-                steps: config.train.steps,
-                drive_tbw: config.memory.drive_tbw,
-            },
+            checkpoint_bytes: wear.commit_bytes * (config.checkpoint.held() + 1),
+            wear,
             parameters: spec.parameters(),
             blocks: spec.blocks,
             flops: Flops::new(spec, config.data.seq_len, device.activation_bytes),

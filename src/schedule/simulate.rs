@@ -1,8 +1,8 @@
 //! A schedule run against rates: seconds of a step, and the hop that bounds it.
 //!
-//! - Each lane is one server, and so is the store, which serves whoever asks first; an action starts
-//!   when its lane is free and all that it is after has ended. The third of three steps is reported:
-//!   the pipe is full by then.
+//! - Each lane is one server, and so is the store, which serves whoever asks first; an action
+//!   starts when its lane is free and all that it is after has ended. The third of three steps is
+//!   reported: the pipe is full by then.
 //! - An anchor of the store takes the longer of its copy and its disk time, beside the updates'.
 //! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap.
 //! - On the CPU device arithmetic and AdamW share the cores, so a step takes at least their sum.
@@ -396,8 +396,8 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
     prediction
 }
 
-/// When the compute lane has ended each step. Of all lanes, that goes on whose next action can start
-/// first, so that the store is given out in the order in which it is asked for.
+/// When the compute lane has ended each step. Of all lanes, that goes on whose next action can
+/// start first, so that the store is given out in the order in which it is asked for.
 fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f64; STEPS] {
     const WAITS: f64 = f64::INFINITY;
     let lanes = Lane::ALL.map(|lane| schedule.lane(lane).collect::<Vec<usize>>());

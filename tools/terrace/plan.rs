@@ -348,8 +348,8 @@ fn what_if(
         let tokens = |config: &RunConfig| config.train.micro_batch * config.train.micro_batches;
         let share = 100.0 * tokens(&without) as f64 / tokens(config) as f64;
         say(&format!(
-            "  with train.micro_batch = {} and train.micro_batches = {}, {share:.0} % of the tokens \
-             a step, no anchors would go to the store",
+            "  with train.micro_batch = {} and train.micro_batches = {}, {share:.0} % of the \
+             tokens a step, no anchors would go to the store",
             without.train.micro_batch, without.train.micro_batches
         ))?;
     }
@@ -396,8 +396,8 @@ fn what_if(
     Ok(())
 }
 
-/// The run with as many sequences a micro-batch, else as many micro-batches, as keep all anchors out
-/// of the store; `None` where none are there or one sequence is too much.
+/// The run with as many sequences a micro-batch, else as many micro-batches, as keep all anchors
+/// out of the store; `None` where none are there or one sequence is too much.
 fn without_stored_anchors(
     spec: &ModelSpec,
     config: &RunConfig,
