@@ -596,19 +596,19 @@ fn an_anchor_of_several_extents_comes_back() {
         )
     };
     let views = [anchor(0, TOKENS), anchor(1, TOKENS / 2)];
-    let values = |micro: usize| -> Vec<f32> {
-        let word = |index| ((index * 7 + micro as u64 * 3) % 251) as f32;
-        (0..views[micro].count).map(word).collect()
+    let values = |micro: u32| -> Vec<f32> {
+        let word = |index| ((index * 7 + u64::from(micro) * 3) % 251) as f32;
+        (0..views[micro as usize].count).map(word).collect()
     };
-    for micro in 0..2 {
-        tiers.device.write_f32(views[micro], &values(micro));
-        tiers.demote_anchor(1, micro as u32, views[micro]).unwrap();
+    for (micro, view) in (0..).zip(views) {
+        tiers.device.write_f32(view, &values(micro));
+        tiers.demote_anchor(1, micro, view).unwrap();
         tiers.device.settle();
-        tiers.device.poison(views[micro]);
+        tiers.device.poison(view);
     }
-    for micro in (0..2).rev() {
-        tiers.promote_anchor(1, micro as u32, views[micro]).unwrap();
-        assert!(tiers.device.read_f32(views[micro]) == values(micro));
+    for (micro, view) in (0..2).zip(views).rev() {
+        tiers.promote_anchor(1, micro, view).unwrap();
+        assert!(tiers.device.read_f32(view) == values(micro));
     }
     let moved = tiers.stats.snapshot().bytes;
     let extents = plan.map.anchor_bytes + (4 << 20);

@@ -209,9 +209,9 @@ impl Plan {
         match self.stored_anchors {
             0 => String::new(),
             stored => format!(
-                "  anchors of {stored} of {} blocks are written to the store in forward and read in \
-                 backward: fewer tokens a step (train.micro_batch, train.micro_batches) would avoid \
-                 it\n",
+                "  anchors of {stored} of {} blocks are written to the store in forward and read \
+                 in backward: fewer tokens a step (train.micro_batch, train.micro_batches) would \
+                 avoid it\n",
                 self.blocks
             ),
         }
