@@ -20,6 +20,7 @@ pub use schema::json_schema;
 
 pub use parse::{Class, Difference, commented_template};
 
+use core::net::SocketAddr;
 use std::path::PathBuf;
 
 use crate::tile::{GradientDtype, MomentDtype, Precision};
@@ -303,7 +304,7 @@ pub enum OnSpike {
 /// `[log]`
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogConfig {
-    /// Directory of metrics, plots and traces.
+    /// Directory of metrics, samples, event files and the report.
     pub dir: PathBuf,
     /// Steps between samples of generated text; 0 is never.
     pub sample_every: u64,
@@ -315,6 +316,10 @@ pub struct LogConfig {
     pub sample_tokens: u64,
     /// Temperature of sampling; 0 is greedy.
     pub sample_temperature: f64,
+    /// Event files for TensorBoard are written.
+    pub tensorboard: bool,
+    /// Where Prometheus may ask; a loopback address.
+    pub prometheus: Option<SocketAddr>,
 }
 
 /// A run, as a person described it.
@@ -413,6 +418,8 @@ impl Default for RunConfig {
                 sample_chat: false,
                 sample_tokens: 64,
                 sample_temperature: 0.7,
+                tensorboard: true,
+                prometheus: None,
             },
         }
     }

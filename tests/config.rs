@@ -171,6 +171,12 @@ fn each_bad_line_is_refused_by_name() {
         ("data", "eval_split = 1.5", "a share from 0 to below 1, or a whole number of rows, got 1.5; correct it, or leave it out for the default 0.0".into()),
         ("data", "cache = 3", "a path in quotes, got 3; correct it, or leave it out for the default \"auto\"".into()),
         ("log", "dir = 1", "a path in quotes, got 1; correct it, or leave it out for the default \"runs/terrace\"".into()),
+        ("log", "tensorboard = \"on\"", "true or false, got \"on\"; correct it, or leave it out for the default true".into()),
+        ("log", "prometheus = 65536", loopback("65536")),
+        ("log", "prometheus = \"0.0.0.0:9400\"", loopback("\"0.0.0.0:9400\"")),
+        ("log", "prometheus = \"127.0.0.1\"", loopback("\"127.0.0.1\"")),
+        ("log", "prometheus = \"[::]:9400\"", loopback("\"[::]:9400\"")),
+        ("log", "prometheus = true", loopback("true")),
     ];
     for (table, bad, message) in cases {
         let key = bad.split(' ').next().expect("a key");
@@ -195,6 +201,24 @@ fn betas(got: &str) -> String {
         "two numbers, each at least 0 and less than 1, got {got}; correct it, or leave it out \
          for the default [0.9, 0.999]"
     )
+}
+
+fn loopback(got: &str) -> String {
+    format!("a port, or an address of this machine alone as 127.0.0.1:9400, got {got}; correct it")
+}
+
+#[test]
+fn a_port_and_loopback_addresses_are_where_prometheus_may_ask() {
+    for (given, read) in [
+        ("9400", "127.0.0.1:9400"),
+        ("\"127.0.0.1:9400\"", "127.0.0.1:9400"),
+        ("\"localhost:0\"", "127.0.0.1:0"),
+        ("\"[::1]:9400\"", "[::1]:9400"),
+        ("\"127.9.9.9:1\"", "127.9.9.9:1"),
+    ] {
+        let config = parse(LEAST, &[&format!("log.prometheus={given}")]).unwrap();
+        assert_eq!(config.log.prometheus.unwrap().to_string(), read);
+    }
 }
 
 fn store(got: &str) -> String {
@@ -622,6 +646,8 @@ prop_compose! {
         (config.checkpoint.every, config.checkpoint.keep) = (more.3, counts.4);
         (config.checkpoint.zstd, config.memory.io_timeout) = (counts.4 % 20, more.3 % 86401);
         config.log.dir = names.1;
+        config.log.tensorboard = !truncate;
+        config.log.prometheus = Some(([127, 0, 0, 1], 9400).into()).filter(|_| shuffle);
         config
     }
 }

@@ -4,6 +4,7 @@
 //! - Numbers are read from their text: an integer never goes through a float.
 //! - Every refusal names the key and the line, or `--set`.
 
+use core::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use toml::de::{DeTable, DeValue};
@@ -99,6 +100,25 @@ impl Given<'_> {
                 .collect();
             self.refuse(names.join(", ").replacen("\"", "one of \"", 1))
         })
+    }
+
+    /// An address with a port that only this machine reaches, or a port of 127.0.0.1.
+    pub(super) fn loopback(&self) -> Result<SocketAddr> {
+        let expected = "a port, or an address of this machine alone as 127.0.0.1:9400";
+        let on_port = |port: u16| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
+        let address = match self.value {
+            DeValue::String(text) => match text.strip_prefix("localhost:") {
+                Some(port) => port.parse().ok().map(on_port),
+                None => text.parse().ok(),
+            },
+            _ => {
+                let port = self.integer(0, u64::from(u16::MAX));
+                let port = port.map_err(|_| self.refuse(expected))?;
+                u16::try_from(port).ok().map(on_port)
+            }
+        };
+        let loopback = address.filter(|address: &SocketAddr| address.ip().is_loopback());
+        loopback.ok_or_else(|| self.refuse(expected))
     }
 
     pub(super) fn path(&self) -> Result<PathBuf> {

@@ -92,7 +92,7 @@ pub(super) static TABLES: [Table; 7] = [
     },
     Table {
         name: "log",
-        about: "Metrics, plots and traces.",
+        about: "What it shows of itself.",
         keys: log::KEYS,
     },
 ];

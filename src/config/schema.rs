@@ -107,6 +107,10 @@ fn type_of(expected: &str) -> Value {
             json!({"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}})
         }
         size_text if size_text.starts_with("a size") => size,
+        port if port.starts_with("a port") => json!({"anyOf": [
+            {"type": "integer", "minimum": 0, "maximum": u16::MAX},
+            {"type": "string", "pattern": r"^.+:\d+$"},
+        ]}),
         number if number.contains("number") => json!({"type": "number", "minimum": 0}),
         _ => json!({}),
     }

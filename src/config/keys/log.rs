@@ -9,7 +9,7 @@ pub(super) const KEYS: &[Key] = &[
         Free,
         "\"runs/terrace\"",
         "",
-        "Directory of metrics.jsonl, samples.jsonl, event files and plots.",
+        "Directory of metrics.jsonl, samples.jsonl, event files and the report.",
         |g| g.path()?,
         |v| Some(quoted_path(v))
     ),
@@ -59,5 +59,25 @@ pub(super) const KEYS: &[Key] = &[
         "Temperature of sampling, with the nucleus of 0.9 and train.seed; 0 is greedy.",
         |g| g.float(|x| x >= 0.0, "a finite number of at least 0")?,
         |v| number(*v)
+    ),
+    key!(
+        log.tensorboard,
+        Free,
+        "true",
+        "",
+        "Event files for TensorBoard, in tensorboard under dir.",
+        |g| g.boolean()?,
+        |v| Some(v.to_string())
+    ),
+    key!(
+        log.prometheus,
+        Free,
+        "",
+        "# 9400",
+        "Port of this machine's own address at which Prometheus finds the run's numbers, under\n\
+         /metrics; or an address with a port, 127.0.0.1:9400 or [::1]:9400. Where another program\n\
+         has it, a warning says so and the run goes on without.",
+        |g| Some(g.loopback()?),
+        |v| v.map(|v| format!("\"{v}\""))
     ),
 ];
