@@ -23,6 +23,7 @@ mod named;
 mod poison;
 mod progress;
 mod update;
+mod watch;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -45,6 +46,7 @@ pub use held::Held;
 use marker::Marker;
 use named::NamedRows;
 use progress::{Failure, Progress};
+pub use watch::{LanePlace, Watch, subject};
 
 /// How AdamW runs in a step; the bias corrections and the rate are computed from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -150,6 +152,7 @@ pub struct Engine {
     card_trace: Option<CardTrace>,
     train: Option<Track>,
     forward: Option<Track>,
+    watch: Watch,
 }
 
 impl Engine {
@@ -173,6 +176,7 @@ impl Engine {
         let marker = asynchronous.then(|| Marker::start(&shared)).transpose()?;
         let card_trace = CardTrace::start(&shared.tiers.device, &shared.tiers.stats);
         let mut engine = Engine {
+            watch: Watch::new(shared.tiers.stats.clone()),
             shared,
             lanes: Vec::new(),
             marker,
@@ -216,6 +220,11 @@ impl Engine {
     /// All tiers. Homes may be read or written only after [`Engine::drain`], or as [`Held`] says.
     pub fn tiers(&self) -> &Tiers {
         &self.shared.tiers
+    }
+
+    /// For who shows where the lanes are.
+    pub fn watch(&self) -> Watch {
+        self.watch.clone()
     }
 
     /// Names the last commit, for the error of a non-finite step.
@@ -375,6 +384,8 @@ impl Engine {
 
     /// Hands the pass to the other lanes and runs the compute lane here.
     fn run(&self, pass: &Arc<Pass>) -> Result<()> {
+        self.watch
+            .enter(&pass.schedule, &pass.progress, pass.number);
         for (sender, _) in &self.lanes {
             // A lane that has ended left its failure behind.
             sender.send(pass.clone()).ok();

@@ -15,7 +15,7 @@ pub mod capture;
 pub mod fill;
 pub mod states;
 
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use anchors::Anchors;
 use crossbeam_channel::Sender;
@@ -46,7 +46,7 @@ pub struct Tiers {
     /// Scratch store; absent when nothing is spilled.
     pub store: Option<Scratch>,
     /// Counters.
-    pub stats: Stats,
+    pub stats: Arc<Stats>,
     /// Tests set it: places are filled with NaN once they are released.
     pub poison: bool,
     precision: Precision,
@@ -115,7 +115,7 @@ impl Tiers {
             ring,
             commit_ring,
             store,
-            stats,
+            stats: Arc::new(stats),
             poison: false,
             precision: plan.precision,
             layouts: plan.tiles.iter().map(|tile| tile.layout.clone()).collect(),

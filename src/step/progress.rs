@@ -111,6 +111,13 @@ impl Progress {
         self.changed.notify_all();
     }
 
+    /// How many of a lane's `actions`, which are done in their order, are done in `pass`; `None`
+    /// if a lane has the table just now.
+    pub(super) fn count_done(&self, actions: &[usize], pass: u64) -> Option<usize> {
+        let table = self.table.try_lock().ok()?;
+        Some(actions.partition_point(|action| table[*action].done >= pass))
+    }
+
     /// Whether the action is done in `pass`.
     pub(super) fn is_done(&self, action: u32, pass: u64) -> bool {
         self.table()[action as usize].done >= pass
