@@ -114,6 +114,7 @@ fn bandwidth(outcome: &Outcome) -> LineChart {
     LineChart {
         title: "Bandwidth".to_string(),
         x_label: "seconds".to_string(),
+        x_whole: false,
         y_unit: Unit::BytesPerSecond,
         x_from: Some(0.0),
         y_from: None,

@@ -14,6 +14,7 @@ use crate::device::cuda;
 use crate::error::{Error, Result, printable};
 use crate::machine;
 use crate::plan::DeviceProfile;
+pub use crate::report::date_text;
 use crate::schedule::simulate::Rates;
 
 /// Of the file's keys and their meanings.
@@ -411,41 +412,5 @@ impl Profile {
                 STORE_BYTES_PER_SECOND
             }
         })
-    }
-}
-
-/// UTC as `2026-11-29T23:42:24Z`, from seconds since 1970.
-pub fn date_text(seconds: u64) -> String {
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Days since 0000-03-01: years then end with February, and leap days with a cycle of 400.
-    let days = days + 719_468;
-    let (cycle, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let (year, month) = match month {
-        0..10 => (400 * cycle + year, month + 3),
-        _ => (400 * cycle + year + 1, month - 9),
-    };
-    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn dates_are_those_of_the_calendar() {
-        for (seconds, text) in [
-            (0, "1970-01-01T00:00:00Z"),
-            (951_782_400, "2000-02-29T00:00:00Z"),
-            (1_795_995_744, "2026-11-29T23:42:24Z"),
-            (4_107_542_399, "2100-02-28T23:59:59Z"),
-            (4_107_542_400, "2100-03-01T00:00:00Z"),
-        ] {
-            assert_eq!(date_text(seconds), text);
-        }
     }
 }

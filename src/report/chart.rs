@@ -12,8 +12,10 @@ const LEFT: f64 = 58.0;
 const RIGHT: f64 = 26.0;
 const TOP: f64 = 30.0;
 const BOTTOM: f64 = 38.0;
-/// Points of a line; more are joined to their means.
+/// Points of a line; more are joined to their means, with a band from the least to the greatest.
 const POINTS_MAX: usize = 600;
+/// Points of a line up to which each has a dot.
+const DOTS_MAX: usize = 40;
 /// Pixels that a marker's label takes.
 const LABEL_WIDTH: f64 = 110.0;
 
@@ -30,6 +32,8 @@ pub enum Unit {
     Percent,
     /// A number without a unit.
     Plain,
+    /// Numbers of what is named, as they are.
+    Of(&'static str),
 }
 
 impl Unit {
@@ -46,6 +50,7 @@ impl Unit {
             Unit::Seconds => &[(1.0, "s")],
             Unit::Percent => &[(1.0, "%")],
             Unit::Plain => &[(1.0, "")],
+            Unit::Of(name) => return (1.0, name),
         };
         let fits = steps.iter().rev().find(|(step, _)| largest >= *step);
         *fits.unwrap_or(&steps[0])
@@ -82,6 +87,8 @@ pub struct LineChart {
     pub title: String,
     /// Below the axis.
     pub x_label: String,
+    /// x counts something: no tick is between whole numbers.
+    pub x_whole: bool,
     /// Of y.
     pub y_unit: Unit,
     /// Where x begins; `None` is at the first point.
@@ -109,6 +116,19 @@ pub struct HistogramChart {
     pub series: usize,
 }
 
+/// A round number at or below `least`, where an axis up to `most` may begin: 0 where most of the
+/// axis would be there in any case.
+pub fn axis_from(least: f64, most: f64) -> f64 {
+    if !(least.is_finite() && most.is_finite()) || least < 0.5 * most || most <= least {
+        return least.clamp(f64::MIN, 0.0);
+    }
+    let marks = ticks(least, most, 4.0);
+    match marks[..] {
+        [first, second, ..] => (least / (second - first)).floor() * (second - first),
+        _ => 0.0,
+    }
+}
+
 /// Steps of 1, 2 or 5 times a power of ten, at most `count` of them from `low` to `high`.
 fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     let rough = (high - low).max(f64::MIN_POSITIVE) / count;
@@ -128,13 +148,17 @@ fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
 
 fn number(value: f64) -> String {
     let text = match value.abs() {
-        size if size >= 1e6 => format!("{value:.3e}"),
+        size if size >= 1e6 || (size > 0.0 && size < 1e-3) => {
+            let text = format!("{value:.3e}");
+            let (digits, power) = text.split_once('e').unwrap_or((&text, "0"));
+            let digits = digits.trim_end_matches('0').trim_end_matches('.');
+            return format!("{digits}e{power}");
+        }
         size if size >= 100.0 => format!("{value:.0}"),
         size if size >= 0.01 => format!("{value:.3}"),
-        _ => format!("{value:.6}"),
+        _ => format!("{value:.5}"),
     };
-    let point = text.contains('.') && !text.contains('e');
-    if point {
+    if text.contains('.') {
         text.trim_end_matches('0').trim_end_matches('.').to_string()
     } else {
         text
@@ -225,13 +249,20 @@ impl LineChart {
         let low = self.y_from.unwrap_or(0.0);
         let top = y_axis(&mut svg, low, highest, self.y_unit);
         let place_x = |x: f64| LEFT + (x - first) / (last - first) * (WIDTH - LEFT - RIGHT);
-        for tick in ticks(first, last, 8.0) {
+        let whole = |tick: &f64| !self.x_whole || tick.fract() == 0.0;
+        for tick in ticks(first, last, 8.0).into_iter().filter(whole) {
             x_tick(&mut svg, place_x(tick), &number(tick));
         }
         self.legend(&mut svg);
         for line in &self.lines {
             let (mut path, mut joined) = (String::new(), false);
-            for (x, y) in thinned(&line.points) {
+            let points = thinned(&line.points);
+            if points.len() < line.points.len() {
+                band(&mut svg, &points, line.series, place_x, |y| {
+                    place_y(y, low, top)
+                });
+            }
+            for Point { x, y, .. } in points {
                 if !(x.is_finite() && y.is_finite()) {
                     joined = false;
                     continue;
@@ -247,8 +278,14 @@ impl LineChart {
                 joined = true;
             }
             write!(svg, "<path class=\"line s{}\" d=\"{path}\"/>", line.series).ok();
-            if let [(x, y)] = line.points[..] {
-                let (x, y) = (place_x(x), place_y(y, low, top));
+            // A few are to be seen one by one, and so is one between gaps.
+            let few = line.points.len() <= DOTS_MAX;
+            let points = line
+                .points
+                .iter()
+                .filter(|(x, y)| few && x.is_finite() && y.is_finite());
+            for (x, y) in points {
+                let (x, y) = (place_x(*x), place_y(*y, low, top));
                 write!(
                     svg,
                     "<circle class=\"dot s{}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>",
@@ -288,17 +325,54 @@ impl LineChart {
     }
 }
 
-/// At most [`POINTS_MAX`] points: means of neighbours.
-fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+/// A point of a line, of one value or of several.
+#[derive(Clone, Copy)]
+struct Point {
+    x: f64,
+    /// Their mean.
+    y: f64,
+    least: f64,
+    most: f64,
+}
+
+/// At most [`POINTS_MAX`] points: neighbours are joined. Of values that are not finite no more is
+/// left than a gap where a point has no others.
+fn thinned(points: &[(f64, f64)]) -> Vec<Point> {
     let joined = points.len().div_ceil(POINTS_MAX).max(1);
     let means = points.chunks(joined).map(|chunk| {
-        let count = chunk.len() as f64;
-        let sum = chunk
-            .iter()
-            .fold((0.0, 0.0), |sum, point| (sum.0 + point.0, sum.1 + point.1));
-        (sum.0 / count, sum.1 / count)
+        let finite = chunk.iter().map(|point| point.1).filter(|y| y.is_finite());
+        let count = finite.clone().count() as f64;
+        Point {
+            x: chunk.iter().map(|point| point.0).sum::<f64>() / chunk.len() as f64,
+            y: finite.clone().sum::<f64>() / count,
+            least: finite.clone().fold(f64::INFINITY, f64::min),
+            most: finite.fold(f64::NEG_INFINITY, f64::max),
+        }
     });
     means.collect()
+}
+
+/// From the least to the greatest of the values that a point joins.
+fn band(
+    svg: &mut String,
+    points: &[Point],
+    series: usize,
+    place_x: impl Fn(f64) -> f64,
+    place_y: impl Fn(f64) -> f64,
+) {
+    for run in points.split(|point| !(point.x.is_finite() && point.y.is_finite())) {
+        if run.is_empty() {
+            continue;
+        }
+        write!(svg, "<path class=\"band s{series}\" d=\"").ok();
+        let over = run.iter().map(|point| (point.x, point.most));
+        let under = run.iter().rev().map(|point| (point.x, point.least));
+        for (index, (x, y)) in over.chain(under).enumerate() {
+            let letter = if index == 0 { 'M' } else { 'L' };
+            write!(svg, "{letter}{:.1} {:.1}", place_x(x), place_y(y)).ok();
+        }
+        svg.push_str("Z\"/>");
+    }
 }
 
 fn x_label(svg: &mut String, label: &str) {
@@ -452,6 +526,7 @@ mod tests {
         let lines = |points: Vec<(f64, f64)>| LineChart {
             title: "<a & b>".to_string(),
             x_label: "seconds".to_string(),
+            x_whole: false,
             y_unit: Unit::BytesPerSecond,
             x_from: Some(0.0),
             y_from: None,

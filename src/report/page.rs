@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::escaped;
+use super::{CHART_STYLE, escaped};
 
 /// A table: numbers are right-aligned but for the first column.
 #[derive(Clone, Debug, Default)]
@@ -24,6 +24,13 @@ pub enum Part {
     Text(String),
     /// A paragraph about something that went wrong.
     Failure(String),
+    /// A text as it is, below a head that may be empty.
+    Quote {
+        /// Above it.
+        head: String,
+        /// Its lines.
+        text: String,
+    },
 }
 
 /// A card of the page.
@@ -57,7 +64,7 @@ impl Page {
             "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
              <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
              <meta name=\"color-scheme\" content=\"light dark\">\
-             <title>{0}</title>\n<style>\n{STYLE}</style></head>\n<body><header><h1>{0}</h1>\
+             <title>{0}</title>\n<style>\n{CHART_STYLE}{STYLE}</style></head>\n<body><header><h1>{0}</h1>\
              <p>{1}</p></header>\n<main>\n",
             escaped(&self.title),
             escaped(&self.subtitle)
@@ -72,9 +79,18 @@ impl Page {
             .ok();
             for part in &panel.parts {
                 match part {
-                    Part::Chart(svg) => html.push_str(svg),
+                    // Narrow screens scroll: labels stay readable.
+                    Part::Chart(svg) => {
+                        write!(html, "<div class=\"wide\">{svg}</div>").ok();
+                    }
                     Part::Table(table) => table.write(&mut html),
                     Part::Text(text) => html.push_str(&format!("<p>{}</p>", escaped(text))),
+                    Part::Quote { head, text } => {
+                        if !head.is_empty() {
+                            write!(html, "<h3>{}</h3>", escaped(head)).ok();
+                        }
+                        write!(html, "<pre>{}</pre>", escaped(text)).ok();
+                    }
                     Part::Failure(text) => {
                         html.push_str(&format!("<p class=\"bad\">{}</p>", escaped(text)));
                     }
