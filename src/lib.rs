@@ -47,6 +47,7 @@ pub mod checkpoint;
 pub mod generate;
 pub mod hf;
 pub mod inspect;
+pub mod log;
 pub mod measure;
 pub mod quickstart;
 pub mod train;

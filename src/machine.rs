@@ -128,10 +128,19 @@ pub fn memory_bytes() -> u64 {
 
 /// Peak resident memory of this process in bytes, as the kernel counts it.
 pub fn peak_memory() -> u64 {
+    process_memory("VmHWM:")
+}
+
+/// Resident memory of this process in bytes, as the kernel counts it.
+pub fn resident_memory() -> u64 {
+    process_memory("VmRSS:")
+}
+
+fn process_memory(name: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     status
         .lines()
-        .find_map(|line| line.strip_prefix("VmHWM:"))
+        .find_map(|line| line.strip_prefix(name))
         .and_then(|rest| rest.trim().strip_suffix("kB"))
         .and_then(|number| number.trim().parse::<u64>().ok())
         .map_or(0, |kilobytes| kilobytes * 1024)

@@ -19,6 +19,7 @@ mod lines;
 mod report;
 mod samples;
 mod setup;
+mod show;
 mod spikes;
 
 pub use commit::CommitReport;
@@ -39,12 +40,13 @@ use crate::config::{RunConfig, WeightInit};
 use crate::data::{self, Batches, Dataset, Micro, TextTokenizer, eval_micros};
 use crate::error::{Error, Result};
 use crate::hf::{self, WeightSource};
+use crate::log::status::State;
 use crate::model::ModelSpec;
 use crate::optimizer::learning_rate;
 use crate::plan::Plan;
 use crate::stats::{Hop, Snapshot, Wait};
 use crate::step::{Engine, StepSettings};
-use crate::store::{Phase, Scratch};
+use crate::store::{Counters, Phase, Scratch};
 use crate::transfer::Tiers;
 use commit::{Committer, Order};
 use lines::Lines;
@@ -181,6 +183,8 @@ pub struct Trainer {
     reports: Vec<CommitReport>,
     last_return: Instant,
     last_snapshot: Snapshot,
+    /// The scratch store's counters after the last step.
+    last_store: Counters,
     /// Seconds of the last step, without waits for commits.
     step_seconds: f64,
     /// Bytes to drives before this process began.
@@ -244,7 +248,7 @@ impl Trainer {
         }
         let metrics = Metrics::open(&run.config.log.dir, progress.step)?;
         let samples = samples::reopen(&run.config.log.dir, progress.step)?;
-        let trainer = Trainer {
+        let mut trainer = Trainer {
             samples,
             committer: checkpoints.map(Committer::new),
             committed: (progress.step > 0).then_some(progress.step),
@@ -255,6 +259,7 @@ impl Trainer {
             reports: Vec::new(),
             last_return: Instant::now(),
             last_snapshot: engine.tiers().stats.snapshot(),
+            last_store: Counters::default(),
             step_seconds: 0.0,
             checkpoint_bytes: 0,
             engine,
@@ -262,6 +267,7 @@ impl Trainer {
             warning: None,
         };
         trainer.name_last_commit();
+        trainer.count_store();
         Ok(trainer)
     }
 
@@ -376,6 +382,7 @@ impl Trainer {
             skipped: self.progress.norms.skipped,
             step_seconds: seconds,
             moved,
+            store_seconds: self.count_store(),
             written: self.count_written(moved.bytes[Hop::Write as usize]),
         };
         self.metrics.step(&report);
@@ -442,6 +449,11 @@ impl Trainer {
         self.end_commit(true)?;
         self.engine.drain().map_err(|error| self.stopped(error))?;
         self.syncer()();
+        let state = match self.progress.step >= self.run.total_steps || self.stops_early() {
+            true => State::Finished,
+            false => State::Interrupted,
+        };
+        self.metrics.ends(state, None);
         Ok(self.engine.tiers().stats.chrome_trace())
     }
 
@@ -487,7 +499,7 @@ impl Trainer {
             last_commit = format!("{source}; ");
         }
         last_commit += &self.last_commit_text();
-        match error {
+        let stopped = match error {
             Error::NonFinite {
                 step, what, value, ..
             } => Error::NonFinite {
@@ -501,11 +513,22 @@ impl Trainer {
                 source: Box::new(error),
                 last_commit,
             },
-        }
+        };
+        self.metrics.ends(State::Failed, Some(stopped.to_string()));
+        stopped
     }
 
     fn lane_waited(&self) -> f64 {
         self.engine.tiers().stats.snapshot().waits[Wait::UpdateForCommit as usize]
+    }
+
+    /// Seconds in which the scratch store's disks were busy since the last call: reading, writing.
+    fn count_store(&mut self) -> [f64; 2] {
+        let store = self.engine.tiers().store.as_ref();
+        let now = store.map(Scratch::counters).unwrap_or_default();
+        let last = std::mem::replace(&mut self.last_store, now);
+        let flows = [(now.read, last.read), (now.write, last.write)];
+        flows.map(|(now, last)| (now.busy_ns - last.busy_ns) as f64 / 1e9)
     }
 
     /// Bytes to drives since the last call, of which `store` are spilled extents.

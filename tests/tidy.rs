@@ -25,7 +25,14 @@ const DIRECTION: &[(&[&str], bool)] = &[
     (&["transfer", "layer", "optimizer"], false),
     (&["step"], false),
     (
-        &["checkpoint", "hf", "generate", "quickstart", "measure"],
+        &[
+            "checkpoint",
+            "hf",
+            "generate",
+            "quickstart",
+            "measure",
+            "log",
+        ],
         false,
     ),
     (&["inspect"], false),

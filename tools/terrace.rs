@@ -12,6 +12,10 @@ mod kill_at;
 mod model_out;
 #[path = "terrace/plan.rs"]
 mod plan;
+#[path = "terrace/report.rs"]
+mod report;
+#[path = "terrace/top.rs"]
+mod top;
 #[path = "terrace/train.rs"]
 mod train;
 
@@ -47,6 +51,10 @@ enum Command {
         #[command(subcommand)]
         command: data::DataCommand,
     },
+    /// Write the report of a run: one HTML file
+    Report(report::ReportArguments),
+    /// Look at a run while it trains: tiers, hops, lanes, loss
+    Top(top::TopArguments),
     /// Check, show, describe or import a run.toml
     Config {
         #[command(subcommand)]
@@ -119,6 +127,8 @@ fn main() -> ExitCode {
         Command::Generate(arguments) => model_out::generate(&arguments),
         Command::Export(arguments) => model_out::export(&arguments),
         Command::Data { command } => data::run(&command),
+        Command::Report(arguments) => report::report(&arguments),
+        Command::Top(arguments) => top::top(&arguments),
         Command::Config { command } => config::run(&command),
         Command::Doctor(arguments) => doctor::doctor(&arguments),
         Command::Init { path } => init(&path),

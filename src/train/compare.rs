@@ -13,7 +13,6 @@ use std::fmt::Write;
 use super::StepReport;
 use crate::schedule::simulate::Prediction;
 use crate::stats::Wait;
-use crate::store::Counters;
 
 /// Steps that are left out.
 const WARM_UP: u64 = 2;
@@ -29,16 +28,15 @@ pub struct Comparison {
     up: f64,
     down: f64,
     update: f64,
-    /// The store's counters after the warm-up, and after the last step.
-    store: Option<(Counters, Counters)>,
+    /// Reading, writing.
+    store: [f64; 2],
 }
 
 impl Comparison {
-    /// Adds a step; `store` is what the scratch store has counted so far, if there is one.
-    pub fn add(&mut self, report: &StepReport, store: Option<Counters>) {
+    /// Adds a step.
+    pub fn add(&mut self, report: &StepReport) {
         self.seen += 1;
         if self.seen <= WARM_UP {
-            self.store = store.map(|counters| (counters, counters));
             return;
         }
         let moved = &report.moved;
@@ -53,9 +51,8 @@ impl Comparison {
         self.up += moved.up_seconds;
         self.down += moved.down_seconds;
         self.update += moved.update_seconds;
-        if let (Some((_, last)), Some(store)) = (&mut self.store, store) {
-            *last = store;
-        }
+        let [read, write] = report.store_seconds;
+        self.store = [self.store[0] + read, self.store[1] + write];
     }
 
     /// A table of seconds a step; `None` before the third step.
@@ -63,10 +60,7 @@ impl Comparison {
         if self.steps == 0 {
             return None;
         }
-        let store = self.store.map_or(0.0, |(first, last)| {
-            let busy = |of: fn(&Counters) -> u64| (of(&last) - of(&first)) as f64 / 1e9;
-            busy(|c| c.read.busy_ns).max(busy(|c| c.write.busy_ns))
-        });
+        let store = self.store[0].max(self.store[1]);
         let mut text = format!(
             "predicted and measured, seconds a step (mean of {} after the first {WARM_UP}):",
             self.steps
@@ -124,6 +118,7 @@ mod tests {
                 skipped: 0,
                 step_seconds: seconds,
                 moved,
+                store_seconds: [0.0; 2],
                 written: crate::train::DriveBytes::default(),
             }
         };
@@ -135,11 +130,11 @@ mod tests {
         };
         let mut comparison = Comparison::default();
         for (step, seconds) in [(1, 100.0), (2, 100.0)] {
-            comparison.add(&report(step, seconds), None);
+            comparison.add(&report(step, seconds));
             assert_eq!(comparison.table(&prediction), None);
         }
-        comparison.add(&report(3, 1.0), None);
-        comparison.add(&report(4, 3.0), None);
+        comparison.add(&report(3, 1.0));
+        comparison.add(&report(4, 3.0));
         let table = comparison.table(&prediction).expect("two steps count");
         let lines: Vec<&str> = table.lines().skip(1).collect();
         assert_eq!(

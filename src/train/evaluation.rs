@@ -54,6 +54,7 @@ impl Trainer {
         let loss = sum / targets.max(1) as f64;
         // What it moved is no step's.
         self.last_snapshot = self.engine.tiers().stats.snapshot();
+        self.count_store();
         self.metrics.evaluation(self.progress.step, loss);
         self.last_return = Instant::now();
         let threshold = self.run.config.train.early_stopping_threshold;

@@ -9,6 +9,8 @@ use super::commit::CommitReport;
 use super::lines::Lines;
 use super::spikes::Spike;
 use crate::error::Result;
+use crate::log::Log;
+use crate::log::status::State;
 use crate::stats::{HOP_NAMES, Snapshot, WAIT_NAMES};
 
 /// One training step.
@@ -34,6 +36,8 @@ pub struct StepReport {
     pub step_seconds: f64,
     /// Bytes over each hop and waits in that time.
     pub moved: Snapshot,
+    /// Seconds in which the scratch store's disks were busy: reading, writing.
+    pub store_seconds: [f64; 2],
     /// Bytes written to drives.
     pub written: DriveBytes,
 }
@@ -63,6 +67,8 @@ pub struct Metrics {
     lines: Lines,
     /// Most bytes written to drives that a line of an earlier process told.
     written_before: u64,
+    /// Shows the lines.
+    log: Option<Log>,
 }
 
 impl Metrics {
@@ -77,6 +83,7 @@ impl Metrics {
         Ok(Metrics {
             lines,
             written_before,
+            log: None,
         })
     }
 
@@ -86,15 +93,37 @@ impl Metrics {
         self.written_before
     }
 
-    /// The warning of the first line that was lost, once.
+    /// The warnings of the first line that was lost and of what could not be shown, each once.
     pub fn take_warning(&mut self) -> Option<String> {
-        self.lines.take_warning()
+        let shown = || self.log.as_mut().and_then(Log::take_warning);
+        self.lines.take_warning().or_else(shown)
+    }
+
+    /// Hands every later line to `log` too.
+    pub fn show(&mut self, log: Log) {
+        self.log = Some(log);
+    }
+
+    /// Shows a line that is kept elsewhere.
+    pub fn tell(&mut self, line: &serde_json::Value) {
+        if let Some(log) = &mut self.log {
+            log.tell(line);
+        }
+    }
+
+    /// How the run ends, for who shows it.
+    pub fn ends(&mut self, state: State, failure: Option<String>) {
+        if let Some(log) = &mut self.log {
+            log.ends(state, failure);
+        }
     }
 
     /// Appends a step.
     pub fn step(&mut self, report: &StepReport) {
         let moved = &report.moved;
         let written = &report.written;
+        let [read, write] = report.store_seconds;
+        let busy = [moved.up_seconds, moved.down_seconds, read, write];
         let mut line = json!({
             "step": report.step,
             "loss": report.loss,
@@ -106,6 +135,7 @@ impl Metrics {
             "tokens_per_second": report.tokens_per_second(),
             "bytes": named(&HOP_NAMES, &moved.bytes),
             "stall_seconds": named(&WAIT_NAMES, &moved.waits),
+            "hop_seconds": named(&HOP_NAMES, &busy),
             "update_seconds": moved.update_seconds,
             "written_bytes": {
                 "store": written.store,
@@ -122,18 +152,17 @@ impl Metrics {
         if let Some(life) = written.life {
             line["drive_life"] = life.into();
         }
-        self.lines.push(&line);
+        self.line(&line);
     }
 
     /// Appends an evaluation.
     pub fn evaluation(&mut self, step: u64, loss: f64) {
-        self.lines
-            .push(&json!({ "step": step, "eval_loss": loss, "eval_perplexity": loss.exp() }));
+        self.line(&json!({ "step": step, "eval_loss": loss, "eval_perplexity": loss.exp() }));
     }
 
     /// Appends a commit.
     pub fn commit(&mut self, report: &CommitReport) {
-        self.lines.push(&json!({
+        self.line(&json!({
             "step": report.step,
             "commit_seconds": report.seconds,
             "commit_stall_seconds": report.stall_seconds,
@@ -145,6 +174,11 @@ impl Metrics {
     /// Makes durable, when called, what was written by now. What that cannot save is lines.
     pub fn syncer(&self) -> Box<dyn FnOnce() + Send> {
         self.lines.syncer()
+    }
+
+    fn line(&mut self, line: &serde_json::Value) {
+        self.tell(line);
+        self.lines.push(line);
     }
 }
 

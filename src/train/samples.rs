@@ -154,11 +154,14 @@ impl Trainer {
         }
         if let Some(file) = &mut self.samples {
             for Sample { step, prompt, text } in &samples {
-                file.push(&json!({ "step": step, "prompt": prompt, "sample": text }));
+                let line = json!({ "step": step, "prompt": prompt, "sample": text });
+                file.push(&line);
+                self.metrics.tell(&line);
             }
         }
         // What it moved is no step's.
         self.last_snapshot = self.engine.tiers().stats.snapshot();
+        self.count_store();
         self.last_return = Instant::now();
         Ok(samples)
     }

@@ -16,12 +16,12 @@ use terrace::data::quickstart::unigram_entropy;
 use terrace::error::{Error, Result};
 use terrace::host::pool::keep_near;
 use terrace::machine::Cores;
+use terrace::log::page;
 use terrace::machine::limits::{self, Need, Root};
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
 use terrace::plan::{DeviceProfile, Plan, bytes_text, count_text};
 use terrace::schedule::simulate::{Prediction, Rates, fastest};
-use terrace::store::Scratch;
 use terrace::train::{
     Comparison, Evaluation, Run, Sample, Spike, Start, StepReport, Trainer, choose_device,
     resolve_budgets,
@@ -141,6 +141,9 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     for note in trainer.notes() {
         say(note)?;
     }
+    for sentence in trainer.show(&prediction, &rates)? {
+        say(&sentence)?;
+    }
     if let Some(instant) = &arguments.kill_at {
         instant.arm(&mut trainer, arguments.kill_signal);
     }
@@ -155,8 +158,10 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     let best = trainer
         .best()
         .filter(|_| trainer.run().config.checkpoint.keep_best);
-    ended?;
-    let trace = trainer.finish()?;
+    let trace = ended.and_then(move |()| trainer.finish());
+    // Of what failed too.
+    write_report(&log_dir)?;
+    let trace = trace?;
     if let (Some(file), Some(trace)) = (trace_file, trace) {
         file.write(&trace)?;
     }
@@ -171,6 +176,14 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     match signal.load(Ordering::Relaxed) {
         0 => Ok(()),
         signal => Err(Error::Interrupted { signal, step }),
+    }
+}
+
+/// Writes the page of a run that has ended; without it the run is as complete as with it.
+fn write_report(log_dir: &Path) -> Result<()> {
+    match page::write(log_dir, None) {
+        Ok(path) => say(&format!("report: {}", path.display())),
+        Err(error) => say(&format!("warning: {error}; the run has no report")),
     }
 }
 
@@ -370,8 +383,7 @@ fn steps(
         let report = trainer.step()?;
         console.step(&report)?;
         console.spike(&report)?;
-        let store = &trainer.engine().tiers().store;
-        comparison.add(&report, store.as_ref().map(Scratch::counters));
+        comparison.add(&report);
         console.news(trainer)?;
         // First, so that its line is there whenever the commit is.
         if trainer.evaluation_is_due() || report.step == total {
