@@ -94,14 +94,10 @@ impl Log {
             let path = dir.join(status::RUN);
             sentences.push(goes_on(&path.display().to_string(), &error));
         }
-        let events = tensorboard.then(|| {
-            let directory = dir.join(TENSORBOARD);
-            let mut events = EventFile::create(&directory, steps_done + 1)?;
-            events.text(steps_done, "config", &format!("```toml\n{config}```"))?;
-            Ok::<_, std::io::Error>(events)
-        });
+        let directory = dir.join(TENSORBOARD);
+        let events = tensorboard.then(|| event_file(&directory, steps_done, &config));
         let events = events.and_then(|opened| {
-            let failed = |error| goes_on(&dir.join(TENSORBOARD).display().to_string(), &error);
+            let failed = |error| goes_on(&directory.display().to_string(), &error);
             opened.map_err(|error| sentences.push(failed(error))).ok()
         });
         let status = Status {
@@ -112,20 +108,15 @@ impl Log {
             ..Status::default()
         };
         let numbers = Arc::new(Mutex::new(numbers));
-        let endpoint = prometheus.and_then(|address| {
+        let mut endpoint = None;
+        if let Some(address) = prometheus {
             let opened = Endpoint::open(address, numbers.clone(), watch.clone());
-            match opened {
-                Ok(endpoint) => {
-                    let address = endpoint.address();
-                    sentences.push(format!("prometheus: http://{address}/metrics"));
-                    Some(endpoint)
-                }
-                Err(error) => {
-                    sentences.push(goes_on(&format!("log.prometheus {address}"), &error));
-                    None
-                }
-            }
-        });
+            sentences.push(match &opened {
+                Ok(endpoint) => format!("prometheus: http://{}/metrics", endpoint.address()),
+                Err(error) => goes_on(&format!("log.prometheus {address}"), error),
+            });
+            endpoint = opened.ok();
+        }
         let warning = Warning::default();
         let shown = Shown {
             dir,
@@ -196,6 +187,17 @@ impl Drop for Log {
         }
         self.endpoint.take();
     }
+}
+
+/// A process's event file, which begins with its run.toml.
+fn event_file(
+    directory: &std::path::Path,
+    steps_done: u64,
+    config: &str,
+) -> std::io::Result<EventFile> {
+    let mut events = EventFile::create(directory, steps_done + 1)?;
+    events.text(steps_done, "config", &format!("```toml\n{config}```"))?;
+    Ok(events)
 }
 
 fn goes_on(what: &str, error: &std::io::Error) -> String {

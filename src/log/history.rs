@@ -64,6 +64,11 @@ impl Spread {
         }
     }
 
+    /// The least and the greatest.
+    pub fn ends(&self) -> (f64, f64) {
+        (self.least, self.most)
+    }
+
     /// NaN without any.
     pub fn mean(&self) -> f64 {
         self.sum / f64::from(self.count)

@@ -157,8 +157,8 @@ fn outcome(history: &History) -> Option<Panel> {
         row("mean rate", format!("{} tokens/s", grouped(rate as u64)));
         let flops = run["plan"]["prediction"]["executed_flops"].as_f64();
         if let Some(flops) = flops.filter(|_| total.seconds > 0.0) {
-            let rate = flops * total.count as f64 / total.seconds / 1e12;
-            row("arithmetic", format!("{rate:.3} TFLOPS"));
+            let rate = flops * total.count as f64 / total.seconds;
+            row("arithmetic", Unit::Flops.text(rate));
         }
     }
     if let Some((step, loss)) = history.best_evaluation() {
@@ -166,9 +166,9 @@ fn outcome(history: &History) -> Option<Panel> {
         let text = format!("{loss:.4} nats (perplexity {perplexity:.2}) at step {step}");
         row("least held-out loss", text);
     }
-    let data = &run["data"];
-    if let Some(tokens) = data["tokens"].as_u64() {
-        let rows = data["rows"].as_u64().unwrap_or(0);
+    let trained_on = &run["data"];
+    if let Some(tokens) = trained_on["tokens"].as_u64() {
+        let rows = trained_on["rows"].as_u64().unwrap_or(0);
         let text = format!("{} rows, {} tokens", grouped(rows), grouped(tokens));
         row("data", text);
     }
@@ -182,7 +182,7 @@ fn outcome(history: &History) -> Option<Panel> {
     if is_bad {
         parts.push(Part::Failure(end.clone()));
     }
-    parts.push(table(&["", ""], rows));
+    parts.push(table(&[], rows));
     parts.extend(remarks(history).into_iter().map(Part::Text));
     Some(Panel {
         title: "Outcome".to_string(),
@@ -361,7 +361,7 @@ fn written(history: &History) -> Option<Panel> {
     Some(Panel {
         title: "Written to drives".to_string(),
         subtitle: "by the run, over all its processes".to_string(),
-        parts: vec![table(&["", ""], rows)],
+        parts: vec![table(&[], rows)],
     })
 }
 

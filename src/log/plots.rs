@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::history::{History, Row};
+use super::history::{History, Row, Spread};
 use crate::plan::bytes_text;
 use crate::report::bars::{Bar, BarChart};
 use crate::report::chart::{Line, LineChart, Unit, axis_from};
@@ -28,43 +28,53 @@ pub(super) fn charts(history: &History) -> Vec<(&'static str, String)> {
         .collect()
 }
 
+fn points(rows: &[Row], value: impl Fn(&Row) -> f64) -> Vec<(f64, f64)> {
+    rows.iter()
+        .map(|row| (row.step as f64, value(row)))
+        .collect()
+}
+
 /// Curves over steps, by name.
 pub(super) fn curves(history: &History) -> Vec<(&'static str, LineChart)> {
-    let line = |name: &str, series: usize, points: Vec<(f64, f64)>| Line {
+    let joined = history.rows.iter().any(|row| row.count > 1);
+    let line = |name: &str, of: fn(&Row) -> Spread| Line {
         name: name.to_string(),
-        series,
-        points,
-    };
-    let of = |value: fn(&Row) -> f64| -> Vec<(f64, f64)> {
-        let rows = history.rows.iter();
-        rows.map(|row| (row.step as f64, value(row))).collect()
+        series: 1,
+        points: points(&history.rows, |row| of(row).mean()),
+        spreads: match joined {
+            true => history.rows.iter().map(|row| of(row).ends()).collect(),
+            false => Vec::new(),
+        },
     };
     let evaluations = history.evaluations.iter();
     let evaluations: Vec<_> = evaluations.map(|(at, loss)| (*at as f64, *loss)).collect();
-    let mut loss = vec![line("training", 1, of(|row| row.loss.mean()))];
+    let mut loss = vec![line("training", |row| row.loss)];
     if !evaluations.is_empty() {
-        loss.push(line("held-out", 2, evaluations));
+        loss.push(Line {
+            name: "held-out".to_string(),
+            series: 2,
+            points: evaluations,
+            spreads: Vec::new(),
+        });
     }
-    let one = |points| vec![line("", 1, points)];
+    let rate = Line {
+        name: String::new(),
+        series: 1,
+        points: points(&history.rows, Row::tokens_per_second),
+        spreads: Vec::new(),
+    };
+    let learning_rate = vec![line("", |row| row.learning_rate)];
+    let norm = vec![line("", |row| row.grad_norm)];
+    let norm_title = "Gradient norm, before clipping";
     let all = [
         ("loss", "Loss", Unit::Of("nats"), loss),
-        (
-            "learning_rate",
-            "Learning rate",
-            Unit::Plain,
-            one(of(|row| row.learning_rate.mean())),
-        ),
-        (
-            "gradient_norm",
-            "Gradient norm, before clipping",
-            Unit::Plain,
-            one(of(|row| row.grad_norm.mean())),
-        ),
+        ("learning_rate", "Learning rate", Unit::Plain, learning_rate),
+        ("gradient_norm", norm_title, Unit::Plain, norm),
         (
             "tokens_per_second",
             "Tokens a second",
             Unit::Of("tokens/s"),
-            one(of(Row::tokens_per_second)),
+            vec![rate],
         ),
     ];
     let finite = |lines: &[Line]| {

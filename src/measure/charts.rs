@@ -109,6 +109,7 @@ fn bandwidth(outcome: &Outcome) -> LineChart {
             name: NAMES[index].to_string(),
             series: index + 1,
             points,
+            spreads: Vec::new(),
         }
     });
     LineChart {

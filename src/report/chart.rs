@@ -32,6 +32,8 @@ pub enum Unit {
     Percent,
     /// A number without a unit.
     Plain,
+    /// FLOPS, GFLOPS, TFLOPS.
+    Flops,
     /// Numbers of what is named, as they are.
     Of(&'static str),
 }
@@ -50,6 +52,7 @@ impl Unit {
             Unit::Seconds => &[(1.0, "s")],
             Unit::Percent => &[(1.0, "%")],
             Unit::Plain => &[(1.0, "")],
+            Unit::Flops => &[(1.0, "FLOPS"), (1e9, "GFLOPS"), (1e12, "TFLOPS")],
             Unit::Of(name) => return (1.0, name),
         };
         let fits = steps.iter().rev().find(|(step, _)| largest >= *step);
@@ -78,6 +81,9 @@ pub struct Line {
     pub series: usize,
     /// x ascending; not a number is a gap.
     pub points: Vec<(f64, f64)>,
+    /// The least and the greatest of what each point is the mean of; empty where points are
+    /// values.
+    pub spreads: Vec<(f64, f64)>,
 }
 
 /// Lines over linear axes.
@@ -237,7 +243,9 @@ impl LineChart {
             let points = self.lines.iter().flat_map(|line| &line.points);
             points.filter(|(x, y)| x.is_finite() && y.is_finite())
         };
-        let highest = finite().map(|(_, y)| *y).fold(0.0, f64::max);
+        let spreads = self.lines.iter().flat_map(|line| &line.spreads);
+        let spread = spreads.map(|(_, most)| *most).filter(|y| y.is_finite());
+        let highest = finite().map(|(_, y)| *y).chain(spread).fold(0.0, f64::max);
         let first = finite().map(|(x, _)| *x).fold(f64::INFINITY, f64::min);
         let first = self.x_from.map_or(first, |from| from.min(first));
         let last = finite().map(|(x, _)| *x).fold(f64::NEG_INFINITY, f64::max);
@@ -256,8 +264,8 @@ impl LineChart {
         self.legend(&mut svg);
         for line in &self.lines {
             let (mut path, mut joined) = (String::new(), false);
-            let points = thinned(&line.points);
-            if points.len() < line.points.len() {
+            let points = thinned(line);
+            if points.len() < line.points.len() || !line.spreads.is_empty() {
                 band(&mut svg, &points, line.series, place_x, |y| {
                     place_y(y, low, top)
                 });
@@ -337,18 +345,26 @@ struct Point {
 
 /// At most [`POINTS_MAX`] points: neighbours are joined. Of values that are not finite no more is
 /// left than a gap where a point has no others.
-fn thinned(points: &[(f64, f64)]) -> Vec<Point> {
-    let joined = points.len().div_ceil(POINTS_MAX).max(1);
-    let means = points.chunks(joined).map(|chunk| {
-        let finite = chunk.iter().map(|point| point.1).filter(|y| y.is_finite());
-        let count = finite.clone().count() as f64;
-        Point {
-            x: chunk.iter().map(|point| point.0).sum::<f64>() / chunk.len() as f64,
-            y: finite.clone().sum::<f64>() / count,
-            least: finite.clone().fold(f64::INFINITY, f64::min),
-            most: finite.fold(f64::NEG_INFINITY, f64::max),
-        }
-    });
+fn thinned(line: &Line) -> Vec<Point> {
+    let joined = line.points.len().div_ceil(POINTS_MAX).max(1);
+    let means = line
+        .points
+        .chunks(joined)
+        .enumerate()
+        .map(|(index, chunk)| {
+            let spreads = line.spreads.chunks(joined).nth(index).unwrap_or_default();
+            let all = chunk.iter().map(|point| point.1);
+            let spread = spreads.iter().flat_map(|(least, most)| [*least, *most]);
+            let all = all.chain(spread).filter(|y| y.is_finite());
+            let finite = chunk.iter().map(|point| point.1).filter(|y| y.is_finite());
+            let count = finite.clone().count() as f64;
+            Point {
+                x: chunk.iter().map(|point| point.0).sum::<f64>() / chunk.len() as f64,
+                y: finite.sum::<f64>() / count,
+                least: all.clone().fold(f64::INFINITY, f64::min),
+                most: all.fold(f64::NEG_INFINITY, f64::max),
+            }
+        });
     means.collect()
 }
 
@@ -534,6 +550,7 @@ mod tests {
                 name: "read".to_string(),
                 series: 1,
                 points,
+                spreads: Vec::new(),
             }],
         };
         for points in [

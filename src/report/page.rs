@@ -7,7 +7,7 @@ use super::{CHART_STYLE, escaped};
 /// A table: numbers are right-aligned but for the first column.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
-    /// Heads of the columns.
+    /// Heads of the columns; none where rows are names with what they name.
     pub heads: Vec<String>,
     /// Cells by row.
     pub rows: Vec<Vec<String>>,
@@ -64,8 +64,8 @@ impl Page {
             "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
              <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
              <meta name=\"color-scheme\" content=\"light dark\">\
-             <title>{0}</title>\n<style>\n{CHART_STYLE}{STYLE}</style></head>\n<body><header><h1>{0}</h1>\
-             <p>{1}</p></header>\n<main>\n",
+             <title>{0}</title>\n<style>\n{CHART_STYLE}{STYLE}</style></head>\n<body><header>\
+             <h1>{0}</h1><p>{1}</p></header>\n<main>\n",
             escaped(&self.title),
             escaped(&self.subtitle)
         );
@@ -105,11 +105,15 @@ impl Page {
 
 impl Table {
     fn write(&self, html: &mut String) {
-        html.push_str("<div class=\"wide\"><table><thead><tr>");
-        for head in &self.heads {
-            write!(html, "<th scope=\"col\">{}</th>", escaped(head)).ok();
+        if self.heads.is_empty() {
+            html.push_str("<div class=\"wide\"><table class=\"pairs\"><tbody>");
+        } else {
+            html.push_str("<div class=\"wide\"><table><thead><tr>");
+            for head in &self.heads {
+                write!(html, "<th scope=\"col\">{}</th>", escaped(head)).ok();
+            }
+            html.push_str("</tr></thead><tbody>");
         }
-        html.push_str("</tr></thead><tbody>");
         for row in &self.rows {
             html.push_str("<tr>");
             for cell in row {

@@ -434,7 +434,7 @@ mod tests {
             assert!(shown[line].contains(words), "{words}: {shown:#?}");
         };
         has(0, "  Llama 134.5 M on cpu  training");
-        has(1, "██████████░░░░");
+        has(1, "███████░░░░░░");
         has(1, " step 10 of 40  loss 3.0000  50 tok/s  1 min 0 s left");
         has(3, "host   ████");
         has(3, " 2.00 GiB/4.00 GiB│");
@@ -442,7 +442,7 @@ mod tests {
         has(9, "compute backward block 11 of 30 micro 2 of 4 ");
         has(9, "    30/60│");
         assert!(shown[15].starts_with("┌ loss, nats by step ─"));
-        has(16, "compute: weights  ██░░░░░");
+        has(16, "compute: weights  ██░░░░░░");
         has(16, "  25.0 %│");
         has(23, "q quits");
     }
