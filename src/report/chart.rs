@@ -179,7 +179,7 @@ fn y_axis(svg: &mut String, low: f64, high: f64, unit: Unit) -> f64 {
     let step = marks.get(1).map_or(1.0, |second| second - marks[0]);
     // The grid ends above the greatest value.
     let last = marks.last().copied().unwrap_or(1.0);
-    let top = if last * scale < high * 0.999 {
+    let top = if last * scale < high - 1e-3 * (high - low) {
         last + step
     } else {
         last
@@ -524,6 +524,19 @@ mod tests {
         for (low, high) in [(0.0, 1e-9), (0.0, 3e12), (5.0, 5.1), (0.0, 0.0)] {
             assert!(ticks(low, high, 8.0).len() <= 50);
         }
+    }
+
+    #[test]
+    fn an_axis_that_begins_near_its_end_holds_every_value() {
+        let mut svg = String::new();
+        for (low, high) in [(6.95, 6.9684), (0.0, 0.7), (2.0, 2.0)] {
+            assert!(
+                y_axis(&mut svg, low, high, Unit::Plain) >= high,
+                "{low} to {high}"
+            );
+        }
+        assert_eq!(axis_from(6.954, 6.9684), 6.95);
+        assert_eq!(axis_from(1.0, 10.0), 0.0);
     }
 
     #[test]
