@@ -351,6 +351,21 @@ impl RunConfig {
     }
 }
 
+impl Default for LogConfig {
+    fn default() -> LogConfig {
+        LogConfig {
+            dir: PathBuf::from("runs/terrace"),
+            sample_every: 0,
+            sample_prompts: Vec::new(),
+            sample_chat: false,
+            sample_tokens: 64,
+            sample_temperature: 0.7,
+            tensorboard: true,
+            prometheus: None,
+        }
+    }
+}
+
 impl Default for RunConfig {
     fn default() -> RunConfig {
         RunConfig {
@@ -411,16 +426,7 @@ impl Default for RunConfig {
                 io_timeout: 60,
             },
             checkpoint: CheckpointConfig::default(),
-            log: LogConfig {
-                dir: PathBuf::from("runs/terrace"),
-                sample_every: 0,
-                sample_prompts: Vec::new(),
-                sample_chat: false,
-                sample_tokens: 64,
-                sample_temperature: 0.7,
-                tensorboard: true,
-                prometheus: None,
-            },
+            log: LogConfig::default(),
         }
     }
 }
