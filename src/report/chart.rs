@@ -535,7 +535,7 @@ mod tests {
                 "{low} to {high}"
             );
         }
-        assert_eq!(axis_from(6.954, 6.9684), 6.95);
+        assert!((axis_from(6.954, 6.9684) - 6.95).abs() < 1e-9);
         assert_eq!(axis_from(1.0, 10.0), 0.0);
     }
 
