@@ -868,7 +868,7 @@ seed = 42
         [
             "mt.yaml:3: model.dtype: bfloat16 is precision \"bf16\", here with an exact fp32 master",
             "mt.yaml:8: dataset.query_field: query has no counterpart and is left out",
-            "mt.yaml:16: optimizer.type: deepspeed_adam is AdamW here, as torch.optim.AdamW, in f32",
+            "mt.yaml:17: optimizer.type: deepspeed_adam is AdamW here, as torch.optim.AdamW, in f32",
             "mt.yaml: model.attn_implementation, memory.num_grad_slabs: say how MegaTrain runs, not \
              what it learns; Terrace plans by itself",
         ]
