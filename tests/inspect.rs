@@ -229,6 +229,7 @@ fn what_is_there_is_listed_for_people_and_programs_and_nothing_changes() {
             "generation",
             "step",
             "tokens",
+            "best",
             "extents",
             "bytes",
             "sections"
