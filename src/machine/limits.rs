@@ -224,8 +224,8 @@ pub fn sort(findings: &mut [Finding]) {
     findings.sort_by_key(|finding| finding.level);
 }
 
-/// What a run should say before it begins, beside its cores: too little locked memory for its rings,
-/// cores far from the card.
+/// What a run should say before it begins, beside its cores: too little locked memory for its
+/// rings, cores far from the card.
 pub fn for_run(root: &Root, need: Need) -> Vec<Finding> {
     let mut findings = Vec::new();
     if need.store {
