@@ -187,11 +187,13 @@ struct Update {
 fn timed_update(engine: &mut Engine, spec: &ModelSpec, step: u64) -> Result<Update> {
     let settings = StepSettings {
         step,
+        skipped: 0,
         learning_rate: 1e-5,
         betas: [0.9, 0.999],
         eps: 1e-8,
         weight_decay: 0.01,
         max_grad_norm: 1.0,
+        skip_above: None,
     };
     let token = |index: u64| ((index * 2_654_435_761 + step * 97) % spec.vocab_size) as u32;
     let tokens: Vec<u32> = (0..TOKENS).map(token).collect();

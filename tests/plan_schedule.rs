@@ -514,15 +514,15 @@ fn what_a_cards_kernels_do_not_take_is_refused_by_the_plan() {
         let plenty = budgets(PLENTY, PLENTY, 0);
         Plan::new(&spec, &config, &card, plenty, Purpose::Train)
     };
-    assert!(plan(16, 1 << 20).is_ok() && plan(16_384, 32).is_ok());
+    assert!(plan(16, (1 << 20) - 1).is_ok() && plan(16_384, 32).is_ok());
     let wide = plan(16_392, 32).unwrap_err().to_string();
     assert!(
         wide.contains("hidden_size on a card") && wide.contains("at most 16384"),
         "{wide}"
     );
-    let long = plan(16, (1 << 20) + 1).unwrap_err().to_string();
+    let long = plan(16, 1 << 20).unwrap_err().to_string();
     assert!(
-        long.contains("at most 1048576 tokens of a micro-batch"),
+        long.contains("at most 1048575 tokens of a micro-batch"),
         "{long}"
     );
 }
