@@ -24,7 +24,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-use terrace::config::RunConfig;
+use terrace::config::{RunConfig, WeightInit};
 use terrace::error::{Error, Result};
 use terrace::hf::hub;
 
@@ -101,10 +101,16 @@ impl RunFile {
 
     /// The run, with a model's name on the hub replaced by its directory in the local cache.
     fn read(&self) -> Result<RunConfig> {
+        self.read_for(false)
+    }
+
+    /// As [`RunFile::read`]; where the build fetches models, weights too if they are `wanted`.
+    fn read_for(&self, wanted: bool) -> Result<RunConfig> {
         let place = self.run.display().to_string();
         let mut config = RunConfig::parse(&self.text()?, &place, &self.sets)?;
         if let Some(path) = &mut config.model.path {
-            *path = hub::resolve(path)?;
+            let weights = wanted && config.model.init == WeightInit::Pretrained;
+            *path = hub::fetch(path, weights)?;
         }
         Ok(config)
     }

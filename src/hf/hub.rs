@@ -3,7 +3,8 @@
 //! - `org/name` or `org/name@revision`; a directory of that name comes first.
 //! - The cache is `HF_HUB_CACHE`, else `HF_HOME/hub`, else `huggingface/hub` under `XDG_CACHE_HOME`
 //!   or `~/.cache`: the order of Hugging Face's own library.
-//! - Nothing is fetched, and nothing there is written.
+//! - [`resolve`] fetches nothing and writes nothing there. In a build with the `hub` feature
+//!   [`fetch`] does, what lacks, in the same layout, so that other programs find it too.
 
 use std::path::{Path, PathBuf};
 
@@ -55,6 +56,92 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
             printable(revision)
         ))),
     }
+}
+
+/// As [`resolve`], after what lacks in the cache was downloaded: the descriptions (configuration,
+/// tokenizer), and with `weights` the safetensors files. A download that was interrupted goes on.
+/// Without the network, and under `HF_HUB_OFFLINE=1`, what is in the cache serves.
+///
+/// # Errors
+/// [`Error::Input`] with the hub's words where it has no such model or does not answer.
+#[cfg(feature = "hub")]
+pub fn fetch(path: &Path, weights: bool) -> Result<PathBuf> {
+    let offline = std::env::var("HF_HUB_OFFLINE");
+    let offline = offline.is_ok_and(|value| {
+        ["1", "ON", "YES", "TRUE", "on", "yes", "true"].contains(&value.as_str())
+    });
+    let (Some((name, revision)), Some(cache), false) = (hub_name(path), cache_directory(), offline)
+    else {
+        return resolve(path);
+    };
+    if resolve(path).is_ok_and(|found| is_whole(&found, weights)) {
+        return resolve(path);
+    }
+    let failed = |error: hf_hub::api::sync::ApiError| {
+        Error::input(
+            WHAT,
+            printable(&path.to_string_lossy()),
+            "a model on the hub",
+            printable(&error.to_string()),
+            "check the name and the network; a gated model needs HF_TOKEN",
+        )
+    };
+    let token = std::env::var("HF_TOKEN")
+        .ok()
+        .filter(|token| !token.is_empty());
+    let mut api = hf_hub::api::sync::ApiBuilder::from_env()
+        .with_cache_dir(cache)
+        .with_retries(3)
+        .with_progress(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_user_agent("terrace", env!("CARGO_PKG_VERSION"));
+    if token.is_some() {
+        api = api.with_token(token);
+    }
+    let kind = hf_hub::RepoType::Model;
+    let model = hf_hub::Repo::with_revision(name.to_string(), kind, revision.to_string());
+    let model = api.build().map_err(failed)?.repo(model);
+    let files = model.info().map_err(failed)?.siblings;
+    for file in files
+        .iter()
+        .filter(|file| is_wanted(&file.rfilename, weights))
+    {
+        model.get(&file.rfilename).map_err(failed)?;
+    }
+    resolve(path)
+}
+
+/// As [`resolve`]: a build without the `hub` feature has no network.
+///
+/// # Errors
+/// As [`resolve`].
+#[cfg(not(feature = "hub"))]
+pub fn fetch(path: &Path, _weights: bool) -> Result<PathBuf> {
+    resolve(path)
+}
+
+/// Whether a file of the hub belongs to what is read: names at the top, of what `hf` reads.
+#[cfg(feature = "hub")]
+fn is_wanted(name: &str, weights: bool) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let safe = !name.starts_with('.') && name.chars().all(plain);
+    let described = [".json", ".jinja"].iter().any(|end| name.ends_with(end));
+    safe && (described || weights && name.ends_with(".safetensors"))
+}
+
+/// Whether a snapshot has its configuration and, with `weights`, all files that its index names.
+#[cfg(feature = "hub")]
+fn is_whole(snapshot: &Path, weights: bool) -> bool {
+    let has = |name: &str| snapshot.join(name).exists();
+    if !has("config.json") || !weights || has("model.safetensors") {
+        return has("config.json");
+    }
+    let index = std::fs::read_to_string(snapshot.join("model.safetensors.index.json"));
+    let index: Option<serde_json::Value> =
+        index.ok().and_then(|text| serde_json::from_str(&text).ok());
+    let files = index
+        .as_ref()
+        .and_then(|index| index["weight_map"].as_object());
+    files.is_some_and(|files| files.values().all(|file| file.as_str().is_some_and(has)))
 }
 
 /// The name and revision, if `path` is no directory and can be a name on the hub.

@@ -208,14 +208,14 @@ fn elements<R: Copy, W: Master<R>, M: Moment, G: Number>(
         prefetch(g);
         // Copies, which alias nothing: registers once the loop is vectorised.
         let mut turn = (*hi, *lo, *m, *v);
-        for i in 0..TURN_ELEMENTS {
+        for (i, g) in g.iter().enumerate() {
             let (hi, lo, m, v) = (
                 &mut turn.0[i],
                 &mut turn.1[i],
                 &mut turn.2[i],
                 &mut turn.3[i],
             );
-            element(index + i, hi, lo, m, v, g[i]);
+            element(index + i, hi, lo, m, v, *g);
         }
         (*hi, *lo, *m, *v) = turn;
         index += TURN_ELEMENTS;

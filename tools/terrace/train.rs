@@ -292,7 +292,7 @@ fn read_config(arguments: &TrainArguments) -> Result<RunConfig> {
         run,
         sets: arguments.sets.clone(),
     }
-    .read()
+    .read_for(true)
 }
 
 fn describe(run: &Run) -> Result<()> {
