@@ -10,8 +10,36 @@
 //!                             step  ←  schedule  ←  plan  ←  config, model, tile
 //! ```
 //!
-//! Modules below stand in data-path order; ARCHITECTURE.md tells a step once, and names the test of
-//! each invariant. `unsafe` is denied but for the rooms that are lifted here by name.
+//! # As a library
+//!
+//! A configuration is planned, started, and stepped; what `terrace train` does, without its printing:
+//!
+//! ```
+//! use terrace::{Planned, RunConfig, Start, quickstart};
+//!
+//! # fn main() -> terrace::Result<()> {
+//! # let folder = std::env::temp_dir().join(format!("terrace-doc-{}", std::process::id()));
+//! // The embedded small model and text; else RunConfig::parse(text, "run.toml", &[]).
+//! let sets = ["train.steps=3".to_string(), "log.sample_every=0".to_string()];
+//! let config: RunConfig = quickstart::write(&folder, &sets)?;
+//! let planned = Planned::new(config, "cpu")?;
+//! println!("{}", planned.table());
+//! let mut trainer = planned.start(Start::Fresh)?;
+//! for step in trainer.steps() {
+//!     let report = step?.report;
+//!     println!("step {}: loss {:.3}", report.step, report.loss);
+//! }
+//! assert_eq!(trainer.last_commit(), Some(3));
+//! trainer.finish()?;
+//! # std::fs::remove_dir_all(&folder).ok();
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! What is exported at the root is what versions speak of (CHANGELOG.md). The rooms below are public
+//! for the tools and tests of this repository, and may change in any version. They stand in data-path
+//! order; ARCHITECTURE.md tells a step once, and names the test of each invariant. `unsafe` is denied
+//! but for the rooms that are lifted here by name.
 #![doc = include_str!("ARCHITECTURE.md")]
 #![deny(unsafe_code)]
 
@@ -52,4 +80,7 @@ pub mod measure;
 pub mod quickstart;
 pub mod train;
 
+pub use config::RunConfig;
 pub use error::{Error, Result};
+pub use plan::Plan;
+pub use train::{Evaluation, Planned, Sample, Start, StepReport, Stepped, Steps, Trainer};

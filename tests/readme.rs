@@ -28,6 +28,14 @@ const STANDS_FOR: &[(&str, &str)] = &[
         "import llama_factory.yaml -o run.toml",
         "import llama_factory.yaml -o imported.toml",
     ),
+    (
+        "--model Qwen/Qwen2.5-7B",
+        concat!(
+            "--model ",
+            env!("CARGO_MANIFEST_DIR"),
+            "/tests/fixtures/configs/qwen2.5-7b"
+        ),
+    ),
     ("block 12", "block 1"),
     ("model.layers.12.", "model.layers.1."),
     ("--step-a 100 --step-b 200", "--step-a 4 --step-b 6"),
