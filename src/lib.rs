@@ -12,7 +12,7 @@
 //!
 //! # As a library
 //!
-//! A configuration is planned, started, and stepped; what `terrace train` does, without its printing:
+//! A configuration is planned, started and stepped, as `terrace train` does between its lines:
 //!
 //! ```
 //! use terrace::{Planned, RunConfig, Start, quickstart};
@@ -36,10 +36,10 @@
 //! # }
 //! ```
 //!
-//! What is exported at the root is what versions speak of (CHANGELOG.md). The rooms below are public
-//! for the tools and tests of this repository, and may change in any version. They stand in data-path
-//! order; ARCHITECTURE.md tells a step once, and names the test of each invariant. `unsafe` is denied
-//! but for the rooms that are lifted here by name.
+//! What is exported at the root is what versions speak of (CHANGELOG.md). The rooms below are
+//! public for the tools and tests of this repository, and may change in any version. They stand in
+//! data-path order; ARCHITECTURE.md tells a step once, and names the test of each invariant.
+//! `unsafe` is denied but for the rooms that are lifted here by name.
 #![doc = include_str!("ARCHITECTURE.md")]
 #![deny(unsafe_code)]
 

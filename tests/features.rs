@@ -1,8 +1,8 @@
 //! Goal: what a build has only with its features works: models fetched by their hub name into the
 //! cache's own layout, and rows of .parquet files.
 //!
-//! Method: the real binary; a hub of the test's own on loopback, which serves a model of 51 thousand
-//! parameters and counts what is asked for. `cargo test --features hub,parquet --test features`.
+//! Method: the real binary; a hub of the test's own on loopback, which serves the quickstart's
+//! model and counts what is asked for. `cargo test --features hub,parquet --test features`.
 
 #![cfg(all(feature = "hub", feature = "parquet"))]
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
@@ -77,11 +77,11 @@ fn answer(mut stream: &TcpStream, files: &[(String, Vec<u8>)], seen: &Mutex<Vec<
         .iter()
         .map(|(name, _)| json!({"rfilename": name}))
         .collect();
-    let info = json!({"siblings": names, "sha": COMMIT})
+    let described = json!({"siblings": names, "sha": COMMIT})
         .to_string()
         .into_bytes();
     let body = if target.starts_with("/api/models/org/small") {
-        Some(("info", &info))
+        Some(("described", &described))
     } else {
         let name = target.rsplit('/').next().unwrap();
         let found = files.iter().find(|(of, _)| of == name);

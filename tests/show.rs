@@ -113,7 +113,8 @@ impl Place {
     }
 
     fn killed_and_resumed(&self) {
-        let killed = self.terrace("train run.toml --kill-at compute:forward:6");
+        // The commit of step 6 waits for that of step 3, so one is there.
+        let killed = self.terrace("train run.toml --kill-at compute:forward:7");
         assert_eq!(killed.status.code(), None, "{killed:?}");
         self.succeeds("train run.toml --resume");
     }

@@ -424,7 +424,7 @@ fn sizes_beyond_64_bits_do_not_wrap_around_into_ones_that_fit() {
     );
     assert_eq!(ended.code, 2, "{ended:?}");
     let start =
-        "terrace: run.toml: train.micro_batch x data.seq_len: expected at most 1048576 tokens";
+        "terrace: run.toml: train.micro_batch x data.seq_len: expected at most 1048575 tokens";
     assert!(ended.err.starts_with(start), "{ended:?}");
     let ended = room.terrace(
         "plan run.toml --set model.path=wide --set data.seq_len=1048576 \

@@ -25,8 +25,8 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// Reads model and data, measures the machine (or reads `memory.profile`) and plans. `device` is
-    /// `cpu`, `cuda:0` or another card's number, or `auto`.
+    /// Reads model and data, measures the machine (or reads `memory.profile`) and plans. `device`
+    /// is `cpu`, `cuda:0` or another card's number, or `auto`.
     ///
     /// # Errors
     /// What is wrong with the input, or which budget is too small and by how much.

@@ -23,7 +23,7 @@ use terrace::measure::profile::Profile;
 use terrace::plan::{DeviceProfile, Plan, bytes_text, count_text};
 use terrace::schedule::simulate::{Prediction, Rates, fastest};
 use terrace::train::{
-    Comparison, Evaluation, Run, Sample, Spike, Start, StepReport, Trainer, choose_device,
+    Budget, Comparison, Evaluation, Run, Sample, Spike, Start, StepReport, Trainer, choose_device,
     resolve_budgets,
 };
 use terrace::{machine, quickstart};
@@ -120,13 +120,7 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
     for sentence in &budget.sentences {
         say(sentence)?;
     }
-    let (rates, notes) = match &run.config.memory.profile {
-        Some(path) => Profile::read(path)?.rates(path, &profile, &budget.store)?,
-        None => (measure_rates(&profile)?, Vec::new()),
-    };
-    for note in notes {
-        say(&note)?;
-    }
+    let rates = rates_of(&run, &profile, &budget)?;
     let (plan, prediction) = fastest(&run.spec, &run.config, &profile, budget.budgets, &rates)?;
     say_plan(&plan, &prediction, &rates)?;
     let entropy = held_out_entropy(&run);
@@ -177,6 +171,18 @@ pub(crate) fn train(arguments: &TrainArguments) -> Result<()> {
         0 => Ok(()),
         signal => Err(Error::Interrupted { signal, step }),
     }
+}
+
+/// The machine's rates, from the run's profile or measured.
+fn rates_of(run: &Run, profile: &DeviceProfile, budget: &Budget) -> Result<Rates> {
+    let Some(path) = &run.config.memory.profile else {
+        return measure_rates(profile);
+    };
+    let (rates, notes) = Profile::read(path)?.rates(path, profile, &budget.store)?;
+    for note in notes {
+        say(&note)?;
+    }
+    Ok(rates)
 }
 
 /// Writes the page of a run that has ended; without it the run is as complete as with it.
