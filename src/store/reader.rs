@@ -180,12 +180,24 @@ impl Reader {
             engine: &threads.1,
             ring: &own,
         };
+        let mut damage = None;
         for _ in 0..OPENINGS_MAX {
-            let found = recovery.find(bytes)?;
-            // What was found belongs together if no commit ended meanwhile.
-            if recovery.superblock(bytes)?.sequence == found.superblock.sequence {
-                return Ok(Reader::new(path, threads, own, found));
+            let found = recovery
+                .find(bytes)
+                .and_then(|found| Ok((recovery.superblock(bytes)?.sequence, found)));
+            match found {
+                // What was found belongs together if no commit ended meanwhile.
+                Ok((now, found)) if now == found.superblock.sequence => {
+                    return Ok(Reader::new(path, threads, own, found));
+                }
+                Ok(_) => damage = None,
+                // Copies that are just being written look damaged, too.
+                Err(error @ Error::Damaged { .. }) => damage = Some(error),
+                Err(error) => return Err(error),
             }
+        }
+        if let Some(damage) = damage {
+            return Err(damage);
         }
         Err(Error::Busy {
             path: path.to_path_buf(),
