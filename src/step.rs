@@ -5,8 +5,8 @@
 //! - Steps overlap as the schedule says: a call returns when the step's loss and norm are known,
 //!   while its last updates may still run. [`Engine::drain`] waits for all of them.
 //! - A device may return from an operation before it is done. Lanes that copy wait for their
-//!   copies; the compute lane does not wait: what other lanes are after is marked by the marker's
-//!   thread, once the device has reached it.
+//!   copies; the compute lane does not wait: what other lanes are after is marked, and numbers
+//!   are taken, by the marker's thread, once the device has reached them.
 //! - The first failure of a lane stops all lanes; every later call returns an error.
 //! - A commit runs beside the next step: tiles that [`Engine::hold`] keeps are not updated before
 //!   they are released.
@@ -22,6 +22,7 @@ mod marker;
 mod named;
 mod poison;
 mod progress;
+mod told;
 mod update;
 mod watch;
 
@@ -395,20 +396,22 @@ impl Engine {
             let device = &self.shared.tiers.device;
             let traced = self.card_trace.as_ref();
             let from = traced.and_then(|_| device.timed_point());
-            self.shared.compute(pass, action)?;
+            let told = self.shared.compute(pass, action)?;
             if let Some(trace) = traced {
                 trace.ends(device, action, from);
             }
             self.shared.poison_after(pass, index);
             self.shared.check_device(action)?;
-            match &self.marker {
-                Some(marker) if pass.awaited[index] => {
-                    marker.mark_when_reached(&self.shared, pass, index);
-                }
-                _ => pass.progress.mark(index, pass.number),
+            let is_awaited = pass.awaited[index] || told.is_some();
+            if let (Some(marker), true, Some(point)) = (&self.marker, is_awaited, device.point()) {
+                marker.mark_when_reached(pass, index, point, told);
+                return Ok(());
             }
+            told.map_or(Ok(()), |told| self.shared.take_told(pass, told))?;
+            pass.progress.mark(index, pass.number);
             Ok(())
         })
+        .and_then(|()| self.shared.await_told(pass))
         .map_err(|error| self.shared.failure.first_or(error))
     }
 }
@@ -513,6 +516,7 @@ impl Shared {
             .data
             .settings
             .expect("only training passes have a norm");
+        self.await_told(pass)?;
         let norm = pass.global_norm();
         let above = |limit: f64| norm.is_nan() || norm > limit;
         let is_skipped = settings.skip_above.is_some_and(above);

@@ -546,11 +546,12 @@ fn sums(desk: &mut Desk) {
         let case = format!("sums {count}");
         for squared in [true, false] {
             let of = |device: &Device, view| {
-                if squared {
-                    device.squared_norm(view)
-                } else {
-                    device.sum(view)
-                }
+                let number = match squared {
+                    true => device.squared_norm(view),
+                    false => device.sum(view),
+                };
+                device.settle();
+                device.number(number)
             };
             let (want, got) = (of(&desk.cpu, x.cpu), of(&desk.cuda, x.cuda));
             let name = if squared { "squared norm" } else { "sum" };

@@ -80,6 +80,21 @@ impl View {
     }
 }
 
+/// Numbers that may be on their way at once: one is to be read before so many later ones are asked
+/// for.
+pub const NUMBERS_MAX: usize = 2048;
+
+/// What a sum comes to. [`Device::number`] reads it.
+#[must_use]
+#[derive(Clone, Copy, Debug)]
+pub enum Number {
+    /// It is known.
+    Known(f64),
+    /// A place among the numbers of the card that sums; it is known once the card has come to a
+    /// [`Point`] after the operation.
+    Card(usize),
+}
+
 /// A place that computes, with memory of its own.
 pub enum Device {
     /// The processor, in f32 arithmetic over bf16 or f32 weights.
@@ -158,6 +173,18 @@ impl Device {
     pub fn reach(&self, point: &Point) {
         if let Device::Cuda(cuda) = self {
             cuda.reach(point);
+        }
+    }
+
+    /// A number whose operation the device has done.
+    ///
+    /// # Panics
+    /// If it is of another kind of device.
+    pub fn number(&self, number: Number) -> f64 {
+        match (number, self) {
+            (Number::Known(value), _) => value,
+            (Number::Card(place), Device::Cuda(cuda)) => cuda.told(place),
+            (Number::Card(_), Device::Cpu(_)) => panic!("the CPU device knows its numbers"),
         }
     }
 

@@ -9,7 +9,7 @@
 //! `T` tokens of a micro-batch, `H` hidden, `V` vocabulary, `D` head width. All matrices row-major.
 //! Every function asserts its lengths, and that outputs overlap no input unless it says "in place".
 
-use super::{Device, Dtype, View};
+use super::{Device, Dtype, Number, View};
 
 /// Shape of an attention call.
 #[derive(Clone, Copy, Debug)]
@@ -215,13 +215,19 @@ impl Device {
     }
 
     /// Σ x² in f64, over fixed pieces in a fixed order. x f32.
-    pub fn squared_norm(&self, x: View) -> f64 {
-        dispatch!(self, squared_norm(x))
+    pub fn squared_norm(&self, x: View) -> Number {
+        match self {
+            Device::Cpu(cpu) => Number::Known(cpu.squared_norm(x)),
+            Device::Cuda(cuda) => cuda.squared_norm(x),
+        }
     }
 
     /// Σ x in f64, in order; for the losses of a micro-batch.
-    pub fn sum(&self, x: View) -> f64 {
-        dispatch!(self, sum(x))
+    pub fn sum(&self, x: View) -> Number {
+        match self {
+            Device::Cpu(cpu) => Number::Known(cpu.sum(x)),
+            Device::Cuda(cuda) => cuda.sum(x),
+        }
     }
 
     /// Rounds an f32 view to bf16 (nearest, ties to even) in place: the result is the front half of

@@ -7,7 +7,7 @@
 
 use super::{range_of, tensor_view};
 use crate::data::{IGNORE, Micro};
-use crate::device::{Device, Dtype, View};
+use crate::device::{Device, Dtype, Number, View};
 use crate::model::ModelSpec;
 use crate::plan::regions::DeviceMap;
 use crate::tile::TensorRange;
@@ -92,7 +92,7 @@ impl HeadTemplate {
         used: HeadUse<'_>,
         denominator: u64,
         gradients: Option<HeadAccumulators>,
-    ) -> f64 {
+    ) -> Number {
         let act = device.activation_dtype();
         let (x, normed, inv) = self.views(device, map, &used);
         let norm = tensor_view(used.weights, &self.norm, act);

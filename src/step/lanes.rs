@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crossbeam_channel::Receiver;
 
+use super::told::Told;
 use super::{Pass, Shared, update};
 use crate::device::{Dtype, Queue, View};
 use crate::error::{Error, Result};
@@ -307,8 +308,8 @@ impl Shared {
         }
     }
 
-    /// The compute lane.
-    pub(super) fn compute(&self, pass: &Pass, action: Action) -> Result<()> {
+    /// The compute lane. An action may come to a number that the device has still to tell.
+    pub(super) fn compute(&self, pass: &Pass, action: Action) -> Result<Option<Told>> {
         let map = &self.plan.map;
         let device = &self.tiers.device;
         let micro = |index: u32| &pass.data.micros[index as usize];
@@ -336,8 +337,12 @@ impl Shared {
             Action::Clear { layer, accumulator } => {
                 device.fill(self.accumulator(layer, accumulator), 0.0);
             }
-            Action::Loss { micro } => self.loss(pass, micro, map.anchor(last, micro), true)?,
-            Action::Evaluate { micro } => self.loss(pass, micro, map.anchor(1, micro), false)?,
+            Action::Loss { micro } => {
+                return Ok(Some(self.loss(pass, micro, map.anchor(last, micro), true)));
+            }
+            Action::Evaluate { micro } => {
+                return Ok(Some(self.loss(pass, micro, map.anchor(1, micro), false)));
+            }
             Action::Logits { micro } => self.logits(pass, micro),
             Action::Backward {
                 layer,
@@ -364,7 +369,9 @@ impl Shared {
                 let dy = map.anchor(last, index);
                 layer::embed_backward(device, micro(index), order, self.hidden, dy, accumulator);
             }
-            Action::Finish { layer, accumulator } => self.finish(pass, layer, accumulator)?,
+            Action::Finish { layer, accumulator } => {
+                return Ok(Some(self.finish(layer, accumulator)));
+            }
             Action::Park { layer, accumulator } => {
                 let gradient = self.finished_gradient(layer, accumulator);
                 device.convert(gradient, self.parked_gradient(layer));
@@ -372,7 +379,7 @@ impl Shared {
             Action::Clip => self.clip(pass)?,
             other => unreachable!("{other:?} is not an action of the compute lane"),
         }
-        Ok(())
+        Ok(None)
     }
 
     fn head_use<'a>(&self, pass: &'a Pass, micro: u32, x: u64) -> (&HeadTemplate, HeadUse<'a>) {
@@ -389,7 +396,7 @@ impl Shared {
         )
     }
 
-    fn loss(&self, pass: &Pass, micro: u32, x: u64, gradients: bool) -> Result<()> {
+    fn loss(&self, pass: &Pass, micro: u32, x: u64, gradients: bool) -> Told {
         let map = &self.plan.map;
         let (head, used) = self.head_use(pass, micro, x);
         let accumulators = HeadAccumulators {
@@ -397,21 +404,14 @@ impl Shared {
             embed: map.embed_accumulator,
         };
         let gradients = gradients.then_some(accumulators);
-        let sum = head.loss(
+        let number = head.loss(
             &self.tiers.device,
             map,
             used,
             pass.data.targets.max(1),
             gradients,
         );
-        if !sum.is_finite() && !pass.skips_non_finite() {
-            return Err(self.non_finite(pass, "loss".to_string(), sum));
-        }
-        pass.data
-            .losses
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)[micro as usize] = sum;
-        Ok(())
+        Told::Loss { micro, number }
     }
 
     fn logits(&self, pass: &Pass, micro: u32) {
@@ -426,41 +426,12 @@ impl Shared {
     }
 
     /// Norm of a finished gradient, then its one rounding.
-    fn finish(&self, pass: &Pass, layer: u16, accumulator: Accumulator) -> Result<()> {
+    fn finish(&self, layer: u16, accumulator: Accumulator) -> Told {
         let view = self.accumulator(layer, accumulator);
-        let mut squared = self.tiers.device.squared_norm(view);
-        // A gradient so large that rounding could make it infinite is not a number either.
-        let limit = if self.plan.gradient_bytes == 2 {
-            BF16_ROUNDS_TO_INFINITY
-        } else {
-            f64::MAX
-        };
-        if squared.is_nan() || squared.sqrt() >= limit {
-            if !pass.skips_non_finite() {
-                let what = format!("gradient norm of {}", self.tiers.layout(layer).id);
-                return Err(self.non_finite(pass, what, squared.sqrt()));
-            }
-            squared = f64::INFINITY;
-        }
+        let number = self.tiers.device.squared_norm(view);
         if self.plan.gradient_bytes == 2 {
             self.tiers.device.round_in_place(view);
         }
-        let mut norms = pass
-            .data
-            .norms
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        norms.resize(usize::from(self.plan.layer_count()), 0.0);
-        norms[usize::from(layer)] = squared;
-        drop(norms);
-        // The embedding is finished last: the norm of the whole is known.
-        if layer == 0 {
-            let norm = pass.global_norm();
-            pass.data.grad_norm.set(norm).expect("a step has one norm");
-        }
-        Ok(())
+        Told::Norm { layer, number }
     }
 }
-
-/// f32 values from here on round to an infinite bf16.
-const BF16_ROUNDS_TO_INFINITY: f64 = f32::from_bits(0x7F7F_8000) as f64;

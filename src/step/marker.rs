@@ -5,8 +5,8 @@
 //! marks. All other actions of the lane are marked as soon as they are launched: only the lane
 //! itself is after them, and its stream keeps their order.
 //!
-//! Numbers that the host needs (losses, norms) are not read here: the operation that returns them
-//! waits for its stream.
+//! Numbers that the host needs (losses, norms) come the same way: their actions are marked once
+//! the number is taken ([`super::told`]).
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -14,18 +14,22 @@ use std::thread::JoinHandle;
 use crossbeam_channel::Sender;
 
 use super::lanes::Ended;
+use super::told::Told;
 use super::{Pass, Shared};
-use crate::device::Point;
+use crate::device::{NUMBERS_MAX, Point};
 use crate::error::{Error, Result};
 use crate::schedule::{Lane, Schedule};
 
 /// Points that may wait to be reached; the compute lane waits for room.
 const POINTS_MAX: usize = 1024;
+/// Each point may bring a number; one more is on either side of the queue.
+const _: () = assert!(POINTS_MAX + 2 <= NUMBERS_MAX);
 
 /// An action and the point after its launches.
 struct Mark {
     point: Point,
     index: usize,
+    told: Option<Told>,
     pass: Arc<Pass>,
 }
 
@@ -44,10 +48,13 @@ impl Marker {
             .name("terrace-marker".to_string())
             .spawn(move || {
                 let mut ended = Ended::new(&shared);
-                for Mark { point, index, pass } in received {
-                    let pass = ended.within(pass);
-                    shared.tiers.device.reach(&point);
-                    if let Err(error) = shared.check_device(pass.action(index)) {
+                for mark in received {
+                    let pass = ended.within(mark.pass);
+                    shared.tiers.device.reach(&mark.point);
+                    let (index, told) = (mark.index, mark.told);
+                    let taken = shared.check_device(pass.action(index));
+                    let take = |told| shared.take_told(&pass, told);
+                    if let Err(error) = taken.and_then(|()| told.map_or(Ok(()), take)) {
                         shared.failure.set(error);
                         pass.progress.wake();
                         return;
@@ -62,14 +69,19 @@ impl Marker {
         })
     }
 
-    /// Marks the action once the device has done all that the calling thread has launched.
-    pub(super) fn mark_when_reached(&self, shared: &Shared, pass: &Arc<Pass>, index: usize) {
-        let Some(point) = shared.tiers.device.point() else {
-            return pass.progress.mark(index, pass.number);
-        };
+    /// Marks the action, and takes its number before, once the device has done all that the
+    /// calling thread has launched.
+    pub(super) fn mark_when_reached(
+        &self,
+        pass: &Arc<Pass>,
+        index: usize,
+        point: Point,
+        told: Option<Told>,
+    ) {
         let mark = Mark {
             point,
             index,
+            told,
             pass: pass.clone(),
         };
         // A thread that has ended left its failure behind.

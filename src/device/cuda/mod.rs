@@ -21,6 +21,7 @@ mod driver;
 mod gemm;
 mod kernels;
 pub mod library;
+mod numbers;
 mod staging;
 
 pub use card::{Card, card_count};
@@ -36,11 +37,12 @@ use cudarc::driver::sys;
 use rayon::prelude::*;
 
 use super::cpu::assert_apart;
-use super::{Dtype, View};
+use super::{Dtype, Number, View};
 use crate::error::{Error, Result};
 use crate::host::Span;
 use driver::{Context, DeviceMemory, Event, Fault, Stream, TensorMap, checked};
 use gemm::{BIAS_BYTES_MAX, Gemm};
+use numbers::Numbers;
 use staging::Staging;
 
 /// Bytes of scratch for the products and kernels of the compute stream.
@@ -117,6 +119,7 @@ pub struct CudaDevice {
     workspace: DeviceMemory,
     streams: [Stream; 5],
     staging: [Mutex<Staging>; 5],
+    numbers: Mutex<Numbers>,
     modules: Vec<Module>,
     kernels: Mutex<HashMap<&'static str, Kernel>>,
     fault: Mutex<Option<Fault>>,
@@ -182,6 +185,7 @@ impl CudaDevice {
             workspace,
             streams: [stream()?, stream()?, stream()?, stream()?, stream()?],
             staging: [large()?, large()?, small()?, small()?, small()?],
+            numbers: Numbers::new().map(Mutex::new).map_err(failed)?,
             modules,
             kernels: Mutex::default(),
             fault: Mutex::new(None),
@@ -377,18 +381,19 @@ impl CudaDevice {
         address
     }
 
-    /// Reads `count` f64 at `address` (of the workspace, or a view's) after all work of the calling
-    /// thread's stream; waits. Zeros after a failure, which [`CudaDevice::check`] tells.
-    pub(super) fn read_f64(&self, address: u64, count: usize) -> Vec<f64> {
-        let mut numbers = vec![0.0f64; count];
+    /// Has the f64 at `address` of the workspace told to the host, in the stream's order.
+    pub(super) fn tell(&self, address: u64) -> Number {
+        let mut number = Number::Known(0.0);
         self.attempt(|| {
-            let stream = self.stream();
-            let bytes = count * size_of::<f64>();
-            // SAFETY: the vector has the bytes and outlives the copy, which is waited for.
-            unsafe { driver::copy_out(numbers.as_mut_ptr().cast(), address, bytes, stream)? };
-            stream.settle()
+            number = Number::Card(lock(&self.numbers).copy(address, self.stream())?);
+            Ok(())
         });
-        numbers
+        number
+    }
+
+    /// A number at a place of the ring.
+    pub(super) fn told(&self, place: usize) -> f64 {
+        lock(&self.numbers).read(place)
     }
 
     fn label(&self) -> String {

@@ -7,7 +7,7 @@
 
 use super::{ELEMENTS, Names, named, one_format, rows_of, size};
 use crate::device::cuda::{Argument, CudaDevice, assert_apart};
-use crate::device::{Dtype, View};
+use crate::device::{Dtype, Number, View};
 
 /// Most blocks of rows that a norm's weight gradient is summed over.
 const NORM_BLOCKS_MAX: u64 = 512;
@@ -18,8 +18,8 @@ const SUM_PIECES_MAX: u64 = 1024;
 /// A piece of a sum is a multiple of what its block takes at a turn: 256 threads of eight elements.
 const SUM_PIECE_ALIGN: u64 = 2048;
 
-/// Bytes of scratch of [`CudaDevice::squared_norm_into`] and [`CudaDevice::sum_into`].
-pub(in crate::device::cuda) const SUM_SCRATCH_BYTES: u64 = SUM_PIECES_MAX * 8;
+/// Bytes of the pieces of [`CudaDevice::squared_norm`] and [`CudaDevice::sum`].
+const SUM_SCRATCH_BYTES: u64 = SUM_PIECES_MAX * 8;
 
 /// Bytes of scratch of [`CudaDevice::rmsnorm_backward_with`] for rows of `columns`; 32 MiB at most.
 pub(in crate::device::cuda) fn rmsnorm_scratch_bytes(columns: u64) -> u64 {
@@ -224,29 +224,12 @@ impl CudaDevice {
         self.add_partials(scratch, db, blocks);
     }
 
-    pub(in crate::device) fn squared_norm(&self, x: View) -> f64 {
-        let scratch = self.workspace(SUM_SCRATCH_BYTES + 8);
-        let out = scratch + SUM_SCRATCH_BYTES;
-        self.squared_norm_into(x, out, scratch);
-        self.read_f64(out, 1)[0]
+    pub(in crate::device) fn squared_norm(&self, x: View) -> Number {
+        self.sum_pieces("square_partials", x)
     }
 
-    pub(in crate::device) fn sum(&self, x: View) -> f64 {
-        let scratch = self.workspace(SUM_SCRATCH_BYTES + 8);
-        let out = scratch + SUM_SCRATCH_BYTES;
-        self.sum_into(x, out, scratch);
-        self.read_f64(out, 1)[0]
-    }
-
-    /// Writes Σ x² as an f64 to address `out` and returns at once; [`SUM_SCRATCH_BYTES`] at
-    /// `scratch`.
-    pub(in crate::device::cuda) fn squared_norm_into(&self, x: View, out: u64, scratch: u64) {
-        self.sum_pieces("square_partials", x, out, scratch);
-    }
-
-    /// Writes Σ x as an f64 to address `out`; otherwise as `squared_norm_into`.
-    pub(in crate::device::cuda) fn sum_into(&self, x: View, out: u64, scratch: u64) {
-        self.sum_pieces("sum_partials", x, out, scratch);
+    pub(in crate::device) fn sum(&self, x: View) -> Number {
+        self.sum_pieces("sum_partials", x)
     }
 
     /// out\[c\] += Σ of `blocks` partial sums at `partial`.
@@ -268,13 +251,11 @@ impl CudaDevice {
         );
     }
 
-    /// The two launches of a sum over a whole array.
-    fn sum_pieces(&self, name: &'static str, x: View, out: u64, scratch: u64) {
+    /// The two launches of a sum over a whole array, and the copy of what it comes to.
+    fn sum_pieces(&self, name: &'static str, x: View) -> Number {
         assert_eq!(x.dtype, Dtype::F32, "f32 is what is summed");
-        assert!(
-            out.is_multiple_of(8) && scratch.is_multiple_of(8),
-            "f64 start on 8 bytes"
-        );
+        let scratch = self.workspace(SUM_SCRATCH_BYTES + 8);
+        let out = scratch + SUM_SCRATCH_BYTES;
         let piece = x
             .count
             .div_ceil(SUM_PIECES_MAX)
@@ -304,5 +285,6 @@ impl CudaDevice {
                 Argument::U32(size(pieces)),
             ],
         );
+        self.tell(out)
     }
 }
