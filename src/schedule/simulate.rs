@@ -5,6 +5,8 @@
 //!   reported: the pipe is full by then.
 //! - An anchor of the store takes the longer of its copy and its disk time, beside the updates'.
 //! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap.
+//! - AdamW is bound by host memory, which copies to and from the device read and write beside it:
+//!   their bytes delay it.
 //! - On the CPU device arithmetic and AdamW share the cores, so a step takes at least their sum.
 //! - Arithmetic is matrix products, attention, and passes that read and write memory: activations
 //!   between the products, f32 gradients of weights once a micro-batch, conversions of weights.
@@ -400,11 +402,16 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
 /// start first, so that the store is given out in the order in which it is asked for.
 fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f64; STEPS] {
     const WAITS: f64 = f64::INFINITY;
+    const UPDATE: usize = Lane::Update as usize;
+    // Bytes a second of host memory, as far as AdamW shows it.
+    let memory = rates.adamw * update_bytes(plan) as f64;
     let lanes = Lane::ALL.map(|lane| schedule.lane(lane).collect::<Vec<usize>>());
     let mut ended = vec![[WAITS; STEPS]; schedule.actions.len()];
     let mut done = [0usize; Lane::ALL.len()];
     let mut free = [0.0f64; Lane::ALL.len()];
     let mut store_free = 0.0f64;
+    let mut copy_rates = [0.0f64; Lane::ALL.len()];
+    let mut update = Updating::default();
     let mut step_end = [0.0f64; STEPS];
     let start = |lane: usize, done: usize, free: f64, ended: &[[f64; STEPS]]| {
         let step = done.checked_div(lanes[lane].len()).filter(|s| *s < STEPS)?;
@@ -424,11 +431,25 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
         assert!(start < WAITS, "a schedule does not wait in a circle");
         let work = &works[index];
         let disk = disk_seconds(work, rates);
+        let copies = work.promote as f64 / rates.promote + work.demote as f64 / rates.demote;
         let mut end = start
             + compute_seconds(plan, work, rates)
-            + work.promote as f64 / rates.promote
-            + work.demote as f64 / rates.demote
+            + copies
             + work.parameters as f64 / rates.adamw;
+        if lane == UPDATE {
+            let beside = (0..lanes.len()).filter(|other| *other != UPDATE);
+            let copied = |lane| copy_rates[lane] * (end.min(free[lane]) - start).max(0.0);
+            end += beside.map(copied).sum::<f64>() / memory;
+            update = Updating { index, step, end };
+        } else if copies > 0.0 {
+            copy_rates[lane] = (work.promote + work.demote) as f64 / copies;
+            let copied = copy_rates[lane] * (end.min(update.end) - start).max(0.0);
+            update.end += copied / memory;
+            if free[UPDATE] < update.end {
+                free[UPDATE] = update.end;
+                ended[update.index][update.step] = update.end;
+            }
+        }
         if disk > 0.0 {
             store_free = store_free.max(start) + disk;
             end = end.max(store_free);
@@ -440,6 +461,15 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
             step_end[step] = end;
         }
     }
+}
+
+/// The update that began last.
+#[derive(Default)]
+struct Updating {
+    index: usize,
+    step: usize,
+    /// Of its arithmetic; its disk time may be longer.
+    end: f64,
 }
 
 fn disk_seconds(work: &Work, rates: &Rates) -> f64 {
