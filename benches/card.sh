@@ -5,10 +5,10 @@
 #     benches/card.sh                      # builds, then all sections
 #     benches/card.sh --built DIR SECTION… # with binaries that lie in DIR
 #
-# Sections: right agree steps clip64 free64 clip16 free16 full7 in24 in12 depth depth180; by name alone those that
-# need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with 60 GB free), real
-# and curves (TOKENS: a file of u16 tokens; MODEL: the directory of SmolLM2-135M), fine-tune (MODEL; GSM8K: the directory
-# of its train.jsonl and test.jsonl).
+# Sections: right agree steps clip64 free64 clip16 free16 full7 kept7 suggested in24 in12 depth depth180; by name alone
+# those that need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with 60 GB
+# free), half (STORE: memory will do), real and curves (TOKENS: a file of u16 tokens; MODEL: the directory of
+# SmolLM2-135M), fine-tune (MODEL; GSM8K: the directory of its train.jsonl and test.jsonl).
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 configs=tests/fixtures/configs
@@ -83,6 +83,31 @@ fourteen() {
     LIMIT=${LIMIT:-500} card "$1" --config $configs/qwen2.5-14b/config.json --micro-batch 16 --host-memory 112GiB \
         --store "$STORE" --store-size "${SPILL:-56GiB}" "${@:2}"
 }
+# What is suggested for this machine, with default rates, and the steps that it comes to.
+suggested() { # MODEL
+    local made words predicted config=$configs/$1/config.json
+    made=$("$(binary terrace)" plan --suggest --model $config --device-memory 141GB --host-memory 118GiB \
+        --store-space 56GiB --json) || return
+    words=$(python3 -c 'import json, sys
+row = json.load(sys.stdin)[0]
+print("--micro-batch", row["micro_batch"], "--micro-batches", row["micro_batches"], "--clip", row["max_grad_norm"])
+print(row["step_seconds"])' <<<"$made")
+    predicted=$(tail -n 1 <<<"$words")
+    # shellcheck disable=SC2046
+    card "$1" --config $config --host-memory 118GiB --steps 3 $(head -n 1 <<<"$words")
+    say "" "suggested: $(head -n 1 <<<"$words"), $predicted s a step predicted"
+}
+# The losses of twenty steps, all in host and half of the state in the store.
+half_spilled() {
+    local losses=()
+    for host in "100GiB" "28GiB --device-memory 40GiB --store $STORE --store-size 40GiB"; do
+        # shellcheck disable=SC2086
+        LIMIT=400 half "in ${host%% *}" --micro-batches 1 --clip 0 --steps 18 --host-memory $host
+        losses+=("$(grep -o '"losses":\[[^]]*\]' "$table.card")")
+    done
+    say half "$([ -n "${losses[0]}" ] && [ "${losses[0]}" = "${losses[1]}" ] && echo the same bits || echo DIFFERENT)"
+    say "" "${losses[0]}"
+}
 curve() { # SECTION DIRECTORY [--weights]
     local said
     said=$(timeout 500 python3 benches/reference/loss_curves.py --terrace "$(binary terrace)" --tokens "$TOKENS" \
@@ -91,7 +116,7 @@ curve() { # SECTION DIRECTORY [--weights]
     say "$1" "$(grep 'over all' <<<"$said" | tail -n 1)"
 }
 
-[ $# -gt 0 ] || set -- right agree steps clip64 free64 clip16 free16 full7 in24 in12 depth depth180
+[ $# -gt 0 ] || set -- right agree steps clip64 free64 clip16 free16 full7 kept7 suggested in24 in12 depth depth180
 for section in "$@"; do
     echo "=== $section $(date +%T)"
     case $section in
@@ -103,6 +128,9 @@ for section in "$@"; do
     clip16) half $section --micro-batches 1 --clip 1 --steps 8 --trace "$table.trace" ;;
     free16) half $section --micro-batches 1 --clip 0 --steps 8 --trace "$table.trace" ;;
     full7) seven $section --micro-batch 16 --micro-batches 4 --clip 1 --steps 3 --host-memory 112GiB --recompute all ;;
+    kept7) seven $section --micro-batch 16 --micro-batches 4 --clip 1 --steps 3 --host-memory 112GiB ;;
+    suggested) for model in qwen2.5-1.5b qwen2.5-7b; do suggested $model; done ;;
+    half) half_spilled ;;
     in24) small $section 24GB 8 8 ;;
     in12) small $section 12GB 4 16 ;;
     depth) for layers in 28 56 112; do deep $layers; done ;;

@@ -451,7 +451,7 @@ fn check_card(spec: &ModelSpec, config: &RunConfig, device: &DeviceProfile) -> R
     Ok(())
 }
 
-/// The least map that serves; with `recompute = "none"`, with all activations kept.
+/// The least map that serves; with `recompute = "none"`, with all activations kept, lean.
 fn least_device(
     spec: &ModelSpec,
     config: &RunConfig,
@@ -466,6 +466,7 @@ fn least_device(
         micros,
         buffers: config.memory.buffers,
         kept: 0,
+        lean: 0,
         travelling: 0,
         activation_bytes: device.activation_bytes,
         converts_weights: device.converts_bf16 && config.precision() != Precision::Fp32,
@@ -479,6 +480,7 @@ fn least_device(
     let all_kept = shape.trains && config.memory.recompute == Recompute::None;
     if all_kept {
         shape.kept = u64::from(spec.blocks) * micros;
+        shape.lean = shape.kept;
     }
     let mut map = map_of(shape);
     // Anchors leave where the device cannot hold them: no more of them than that.
@@ -490,7 +492,12 @@ fn least_device(
         map = map_of(shape);
     }
     if needed(&map) > budget || map.bytes == regions::TOO_LARGE {
-        let least = map_of(DeviceShape { kept: 0, ..shape });
+        let (kept, lean) = (0, 0);
+        let least = map_of(DeviceShape {
+            kept,
+            lean,
+            ..shape
+        });
         return Err(device_refusal(spec, config, [&least, &map], fixed, budget));
     }
     Ok(map)
@@ -505,12 +512,14 @@ fn fill_device(
     budget: u64,
 ) -> (DeviceMap, Vec<(u16, u32)>) {
     let mut shape = least.shape;
+    (shape.kept, shape.lean) = (0, 0);
     let homes = DeviceMap::new(spec, shape, tiles);
     let pairs = u64::from(spec.blocks) * shape.micros;
-    if shape.trains && config.memory.recompute == Recompute::Auto {
-        let room = budget.saturating_sub(homes.bytes) / homes.workspace.bytes.max(1);
-        shape.kept = room.min(pairs);
+    if shape.trains && config.memory.recompute != Recompute::All {
+        let room = budget.saturating_sub(homes.bytes);
+        (shape.kept, shape.lean) = homes.workspace.kept_in(room, pairs);
     }
+    assert!(shape.kept >= least.shape.kept, "the least map fitted");
     let map = DeviceMap::new(spec, shape, tiles);
     assert!(map.bytes <= budget, "what is added was room that was left");
     // The last in forward order are kept: they wait for the shortest time.
@@ -539,7 +548,7 @@ fn device_refusal(
     // A micro-batch's anchors, and what of it must be kept.
     let per_micro = rows
         .saturating_mul(map.anchor_bytes)
-        .saturating_add((shape.kept / micros).saturating_mul(map.workspace.bytes));
+        .saturating_add((shape.kept / micros).saturating_mul(map.workspace.lean_bytes));
     let fixed = map.bytes.saturating_sub(per_micro.saturating_mul(micros));
     let largest = arena.saturating_sub(fixed) / per_micro;
     let remedy = if config.memory.recompute == Recompute::None && least.bytes <= arena {

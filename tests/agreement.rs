@@ -94,6 +94,8 @@ struct Way {
     buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     kept: u64,
+    /// So many of them without what passes give back.
+    lean: u64,
     isa: Isa,
     engine: Option<IoEngine>,
     slabs: u64,
@@ -109,6 +111,7 @@ const PLAIN: Way = Way {
     stored: 0,
     buffers: 2,
     kept: 0,
+    lean: 0,
     isa: Isa::Scalar,
     engine: None,
     slabs: 16,
@@ -188,14 +191,16 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
     let spare = if on_device { PLENTY } else { 0 };
     let row = least.map.anchor_bytes * MICROS;
     let arena = least.map.bytes + least.device.fixed_bytes;
-    let device =
-        arena - row * u64::from(way.travelling) + way.kept * least.map.workspace.bytes + spare;
+    let workspace = &least.map.workspace;
+    let kept = (way.kept - way.lean) * workspace.bytes + way.lean * workspace.lean_bytes;
+    let device = arena - row * u64::from(way.travelling) + kept + spare;
     let place = least.map.anchor_bytes.next_multiple_of(4096);
     let anchors = u64::from(way.travelling - way.stored) * MICROS * place;
     let plan = make(&config, device, host - lack + anchors);
     assert_eq!(plan.map.shape.travelling, way.travelling);
     assert_eq!(plan.stored_anchors, way.stored);
-    assert_eq!(plan.kept.len() as u64, way.kept);
+    let lean = plan.map.shape.lean;
+    assert_eq!((plan.kept.len() as u64, lean), (way.kept, way.lean));
     check_spilled(&plan, way.spilled);
     let moved = plan.map.parked.iter().chain(&plan.map.weight_homes);
     assert_eq!(moved.flatten().count() > 0, on_device);
@@ -397,12 +402,14 @@ fn ways() -> Vec<Way> {
         Way {
             buffers: 3,
             kept: pairs,
+            lean: 2,
             isa: Isa::Avx512,
             ..PLAIN
         },
         Way {
             buffers: 8,
             kept: pairs - 1,
+            lean: pairs - 1,
             isa: Isa::Avx2,
             ..PLAIN
         },
@@ -420,6 +427,7 @@ fn ways() -> Vec<Way> {
         Way {
             engine: Some(IoEngine::Uring),
             kept: pairs,
+            lean: pairs,
             buffers: 3,
             ..spilled(Spilled::All)
         },

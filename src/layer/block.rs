@@ -52,8 +52,8 @@ pub struct BlockUse<'a> {
     pub weights: u64,
     /// The block's input, act `[T, H]`.
     pub x: u64,
-    /// Where activations for backward go, or are.
-    pub workspace: u64,
+    /// Where activations for backward go, or are, and where those are that passes give back.
+    pub activations: (u64, u64),
 }
 
 /// Views of a workspace for the tokens of one micro-batch.
@@ -112,14 +112,15 @@ impl BlockTemplate {
     fn activations(&self, act: Dtype, map: &DeviceMap, used: &BlockUse<'_>) -> Activations {
         let tokens = used.micro.tokens.len() as u64;
         let w: &BlockWorkspace = &map.workspace;
-        let base = used.workspace;
+        let (base, given_back) = used.activations;
         let rows = |offset: u64, width: u64| View::new(base + offset, tokens * width, act);
+        let passes = |offset: u64, width: u64| View::new(given_back + offset, tokens * width, act);
         let numbers =
             |offset: u64, width: u64| View::new(base + offset, tokens * width, Dtype::F32);
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         Activations {
             x: View::new(used.x, tokens * self.hidden, act),
-            n1: rows(w.n1, self.hidden),
+            n1: passes(w.n1, self.hidden),
             inv1: numbers(w.inv1, 1),
             q: rows(w.q, q),
             k: rows(w.k, kv),
@@ -132,10 +133,10 @@ impl BlockTemplate {
             lse: numbers(w.lse, self.heads),
             x2: rows(w.x2, self.hidden),
             inv2: numbers(w.inv2, 1),
-            n2: rows(w.n2, self.hidden),
+            n2: passes(w.n2, self.hidden),
             g: rows(w.g, self.inner),
             u: rows(w.u, self.inner),
-            a: rows(w.a, self.inner),
+            a: passes(w.a, self.inner),
         }
     }
 
@@ -211,6 +212,17 @@ impl BlockTemplate {
             device.convert(s.x2, y);
             device.linear_forward(s.a, weight(&self.down), None, y, self.inner, true);
         }
+    }
+
+    /// Gives back what lean kept activations lack: the passes of [`BlockTemplate::forward`], so
+    /// the same bits.
+    pub fn restore(&self, device: &Device, map: &DeviceMap, used: BlockUse<'_>) {
+        let act = device.activation_dtype();
+        let s = self.activations(act, map, &used);
+        let weight = |range: &TensorRange| tensor_view(used.weights, range, act);
+        device.rmsnorm_forward(s.x, weight(&self.norm1), s.n1, s.inv1, self.eps);
+        device.rmsnorm_forward(s.x2, weight(&self.norm2), s.n2, s.inv2, self.eps);
+        device.swiglu_forward(s.g, s.u, s.a);
     }
 
     /// Backward from a filled workspace, whose gate and up it consumes. `dy` is the gradient of the

@@ -18,6 +18,8 @@ pub struct Flops {
     pub forward_bytes: f64,
     /// In its backward.
     pub backward_bytes: f64,
+    /// In giving back what lean kept activations lack.
+    pub restored_bytes: f64,
     /// Bytes of the head's loss and norm, both ways.
     pub head_bytes: f64,
 }
@@ -37,6 +39,7 @@ impl Flops {
             head: 2.0 * (spec.vocab_size * hidden) as f64,
             forward_bytes: bytes(8 * hidden + 2 * rotated + 3 * inner),
             backward_bytes: bytes(8 * hidden + 2 * rotated + 5 * inner),
+            restored_bytes: bytes(4 * hidden + 3 * inner),
             head_bytes: bytes(3 * spec.vocab_size + 10 * hidden),
         }
     }

@@ -146,8 +146,12 @@ impl Plan {
     fn sentences(&self, prediction: &Prediction, rates: &Rates) -> String {
         let pairs = u64::from(self.blocks) * self.map.shape.micros;
         let shape = &self.map.shape;
+        let lean = match shape.lean {
+            0 => String::new(),
+            lean => format!(", {lean} of them without what norms and SwiGLU give back"),
+        };
         let kept = format!(
-            "  kept: {} of {pairs} block activations, the others are recomputed; \
+            "  kept: {} of {pairs} block activations{lean}, the others are recomputed; \
              {} weight buffers, {} micro-batches of at most {} tokens",
             self.kept.len(),
             self.map.buffers.len(),
@@ -320,6 +324,7 @@ impl Plan {
             "wear": self.wear_json(prediction),
             "sections": sections,
             "kept": self.kept.len(),
+            "kept_lean": self.map.shape.lean,
             "block_micro_pairs": u64::from(self.blocks) * self.map.shape.micros,
             "buffers": self.map.buffers.len(),
             "micro_batches": self.map.shape.micros,

@@ -96,11 +96,10 @@ impl Cutter {
 }
 
 /// Offsets, within a workspace, of what a block's forward leaves for its backward. `T` is the
-/// capacity in tokens; act is the device's activation format.
+/// capacity in tokens; act is the device's activation format. What passes can give back comes last:
+/// where memory is short it is not kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockWorkspace {
-    /// Normed input, act `[T, H]`.
-    pub n1: u64,
     /// Inverse RMS of the input, f32 `[T]`.
     pub inv1: u64,
     /// Queries as attention sees them, act `[T, heads·D]`.
@@ -125,12 +124,16 @@ pub struct BlockWorkspace {
     pub x2: u64,
     /// Inverse RMS of x2, f32 `[T]`.
     pub inv2: u64,
-    /// Normed x2, act `[T, H]`.
-    pub n2: u64,
     /// Gate, act `[T, I]`.
     pub g: u64,
     /// Up, act `[T, I]`.
     pub u: u64,
+    /// Bytes up to here: what follows is computed from it without a product.
+    pub lean_bytes: u64,
+    /// Normed input, act `[T, H]`.
+    pub n1: u64,
+    /// Normed x2, act `[T, H]`.
+    pub n2: u64,
     /// silu(gate)·up, act `[T, I]`.
     pub a: u64,
     /// Bytes of the whole.
@@ -145,7 +148,6 @@ impl BlockWorkspace {
         let normed = u64::from(spec.qk_norm);
         let mut rows = |width: u64, bytes: u64| cutter.cut(product([tokens, width, bytes]));
         let mut workspace = BlockWorkspace {
-            n1: rows(spec.hidden, act),
             inv1: rows(1, F32),
             q: rows(q, act),
             k: rows(kv, act),
@@ -158,14 +160,26 @@ impl BlockWorkspace {
             lse: rows(spec.heads, F32),
             x2: rows(spec.hidden, act),
             inv2: rows(1, F32),
-            n2: rows(spec.hidden, act),
             g: rows(spec.intermediate, act),
             u: rows(spec.intermediate, act),
+            lean_bytes: rows(0, act),
+            n1: rows(spec.hidden, act),
+            n2: rows(spec.hidden, act),
             a: rows(spec.intermediate, act),
             bytes: 0,
         };
         workspace.bytes = cutter.next;
         workspace
+    }
+
+    /// How many of `pairs` are kept in `room` bytes, and how many of these lean: as many as there
+    /// is room for lean, since the rest saves products; then as many of them whole as still fit.
+    pub(super) fn kept_in(&self, room: u64, pairs: u64) -> (u64, u64) {
+        let lean = self.lean_bytes.max(1);
+        let kept = pairs.min(room / lean);
+        let more = (self.bytes - self.lean_bytes).max(1);
+        let whole = kept.min((room - kept * lean) / more);
+        (kept, kept - whole)
     }
 }
 
@@ -279,6 +293,8 @@ pub struct DeviceShape {
     pub buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     pub kept: u64,
+    /// So many of these, the first, without what passes give back.
+    pub lean: u64,
     /// Layers 1 to here, inclusive, have their anchors elsewhere between forward and backward.
     pub travelling: u16,
     /// Bytes of an activation.
@@ -378,7 +394,8 @@ impl DeviceMap {
         let (weight_homes, parked) = cutter.cut_homes(&shape, tiles);
         cutter.part(HOMES);
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
-        let kept = cutter.cut_all(shape.kept, workspace.bytes);
+        let mut kept = cutter.cut_all(shape.lean, workspace.lean_bytes);
+        kept.extend(cutter.cut_all(shape.kept - shape.lean, workspace.bytes));
         cutter.part("kept activations");
 
         let rope = cutter.cut(shape.seq_len * spec.head_dim * F32);
@@ -429,6 +446,27 @@ impl DeviceMap {
             "a forward-only map has anchors of one layer"
         );
         self.anchors + (row * self.shape.micros + u64::from(micro)) * self.anchor_bytes
+    }
+
+    /// Where a block's activations are for which `slot` is kept, or nothing; and where those that
+    /// passes give back are: bases of offsets within a workspace.
+    pub fn activations(&self, slot: Option<u32>) -> (u64, u64) {
+        let base = slot.map_or(self.shared_workspace, |slot| self.kept[slot as usize]);
+        let is_lean = slot.is_some_and(|slot| self.is_lean(slot));
+        (base, if is_lean { self.shared_workspace } else { base })
+    }
+
+    /// Whether what a slot keeps lacks what passes give back.
+    pub fn is_lean(&self, slot: u32) -> bool {
+        u64::from(slot) < self.shape.lean
+    }
+
+    /// Bytes of a slot of kept activations.
+    pub fn kept_bytes(&self, slot: u32) -> u64 {
+        match self.is_lean(slot) {
+            true => self.workspace.lean_bytes,
+            false => self.workspace.bytes,
+        }
     }
 
     /// Row of a layer's anchors.

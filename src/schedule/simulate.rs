@@ -267,6 +267,9 @@ fn compute_work(plan: &Plan, action: Action) -> Work {
         Action::Backward { kept, layer, .. } => {
             let mut work = block(if kept.is_some() { 0.0 } else { 1.0 }, 1.0);
             work.passes += ADDED * elements(layer);
+            if kept.is_some_and(|slot| plan.map.is_lean(slot)) {
+                work.passes += flops.restored_bytes * tokens;
+            }
             work
         }
         Action::Loss { .. } => {

@@ -314,24 +314,23 @@ impl Shared {
         let device = &self.tiers.device;
         let micro = |index: u32| &pass.data.micros[index as usize];
         let last = self.plan.layer_count() - 1;
-        let block_use = |layer: u16, index: u32, x: u64, workspace: u64| BlockUse {
+        let block_use = |layer: u16, index: u32, x: u64, kept: Option<u32>| BlockUse {
             block: layer - 1,
             micro: micro(index),
             weights: self.bound(layer).0,
             x,
-            workspace,
+            activations: map.activations(kept),
         };
         match action {
             Action::Bind { layer, buffer } => self.bind(layer, buffer),
             Action::Forward { layer, micro, keep } => {
-                let workspace = keep.map_or(map.shared_workspace, |slot| map.kept[slot as usize]);
-                let used = block_use(layer, micro, map.anchor(layer, micro), workspace);
+                let used = block_use(layer, micro, map.anchor(layer, micro), keep);
                 self.block
                     .forward(device, map, used, Some(map.anchor(layer + 1, micro)));
             }
             Action::ForwardOnly { layer, micro } => {
                 let x = map.anchor(1, micro);
-                let used = block_use(layer, micro, x, map.shared_workspace);
+                let used = block_use(layer, micro, x, None);
                 self.block.forward(device, map, used, Some(x));
             }
             Action::Clear { layer, accumulator } => {
@@ -350,10 +349,11 @@ impl Shared {
                 kept,
                 accumulator,
             } => {
-                let workspace = kept.map_or(map.shared_workspace, |slot| map.kept[slot as usize]);
-                let used = block_use(layer, micro, map.anchor(layer, micro), workspace);
-                if kept.is_none() {
-                    self.block.forward(device, map, used, None);
+                let used = block_use(layer, micro, map.anchor(layer, micro), kept);
+                match kept {
+                    None => self.block.forward(device, map, used, None),
+                    Some(slot) if map.is_lean(slot) => self.block.restore(device, map, used),
+                    Some(_) => {}
                 }
                 let accumulator = self.accumulator(layer, accumulator).offset;
                 self.block

@@ -27,7 +27,7 @@ impl Shared {
             } => {
                 anchor(layer, micro);
                 if let Some(slot) = kept {
-                    self.poison(map.kept[slot as usize], map.workspace.bytes);
+                    self.poison(map.kept[slot as usize], map.kept_bytes(slot));
                 }
                 self.poison_used(pass, index, layer, micro);
             }

@@ -190,6 +190,7 @@ fn everything_kept(spec: &ModelSpec, config: &RunConfig, profile: &DeviceProfile
         micros: config.train.micro_batches,
         buffers: config.memory.buffers,
         kept: u64::from(spec.blocks) * config.train.micro_batches,
+        lean: 0,
         travelling: 0,
         activation_bytes: profile.activation_bytes,
         converts_weights: profile.converts_bf16 && config.precision() != Precision::Fp32,
