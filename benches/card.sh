@@ -61,7 +61,7 @@ card() {
     done
     wait $running || echo "exit code $?"
     grep -v '^{' "$table.card" | tail -n 12 | cut -c1-300
-    grep -o '"waits":{[^}]*}' "$table.card"
+    grep -oE '"(rates|waits)":\{[^}]*\}' "$table.card"
     say "$section" "$(grep 'a step,' "$table.card" | tail -n 1 | cut -c1-260)"
     say "" "$(grep 'compute busy' "$table.card") used on the card: $most MiB"
 }

@@ -85,6 +85,8 @@ struct DeviceRates {
     copy_out: f64,
 }
 
+/// Operations of a card between two waits for it, so that the wait is not measured.
+const CARD_BATCH: u32 = 16;
 /// How long a card works before its products are timed.
 const CLOCKS_RISE: Duration = Duration::from_millis(300);
 
@@ -96,26 +98,32 @@ fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRa
     let device = Device::open(profile.card, arena_bytes, width)?;
     let act = device.activation_dtype();
     let view = |index: u64| View::new(index * matrix * width, matrix, act);
-    device.fill(view(0), 0.5);
-    device.fill(view(1), 0.25);
-    let multiply = || {
-        device.linear_forward(view(0), view(1), None, view(2), side, false);
+    // A card is faster where all numbers are equal.
+    let numbers = uniform(matrix as usize);
+    (0..2).for_each(|index| device.write_f32(view(index), &numbers));
+    let batch = if profile.card.is_some() {
+        CARD_BATCH
+    } else {
+        1
+    };
+    let batched = |work: &dyn Fn()| {
+        (0..batch).for_each(|_| work());
         device.settle();
     };
-    multiply();
+    let multiply = || device.linear_forward(view(0), view(1), None, view(2), side, false);
+    batched(&multiply);
     if profile.card.is_some() {
         // An idle card takes a while to come to its clocks.
         let started = Instant::now();
         while started.elapsed() < CLOCKS_RISE {
-            multiply();
+            batched(&multiply);
         }
     }
-    let gemm = 2.0 * (side * matrix) as f64 / fastest_seconds(5, multiply);
-    let attention = attention_rate(&device, view, side);
-    let pass_seconds = fastest_seconds(5, || {
-        device.swiglu_forward(view(0), view(1), view(2));
-        device.settle();
-    });
+    let seconds = |work: &dyn Fn()| fastest_seconds(5, || batched(work)) / f64::from(batch);
+    let gemm = 2.0 * (side * matrix) as f64 / seconds(&multiply);
+    let attention =
+        attention_flops(side, head_dim(&device)) / seconds(&|| attend(&device, view, side));
+    let pass_seconds = seconds(&|| device.swiglu_forward(view(0), view(1), view(2)));
     let mut cutter = HostArena::take(copy_bytes as u64)?;
     if let Device::Cuda(cuda) = &device {
         // A refusal is told when the run's own memory is pinned.
@@ -135,10 +143,27 @@ fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRa
     Ok(rates)
 }
 
-/// FLOP/s of attention over `side` tokens of one sequence in `side` columns of heads, as
-/// [`crate::plan::Flops`] counts them for heads 128 wide.
-fn attention_rate(device: &Device, view: impl Fn(u64) -> View, side: u64) -> f64 {
-    let head_dim = if device.is_asynchronous() { 128 } else { 64 };
+/// Numbers from -1 to 1, without a pattern.
+fn uniform(count: usize) -> Vec<f32> {
+    let mut state = 1u32;
+    let mut next = || {
+        // Xorshift, Marsaglia 2003.
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state as i32 as f32 / i32::MAX as f32
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// Width of a head where attention is measured.
+fn head_dim(device: &Device) -> u64 {
+    if device.is_asynchronous() { 128 } else { 64 }
+}
+
+/// Attention, forward and backward, over `side` tokens of one sequence in `side` columns of heads.
+fn attend(device: &Device, view: impl Fn(u64) -> View, side: u64) {
+    let head_dim = head_dim(device);
     let heads = side / head_dim;
     let bounds = [0, u32::try_from(side).expect("a few thousand tokens")];
     let shape = || AttentionShape {
@@ -149,25 +174,16 @@ fn attention_rate(device: &Device, view: impl Fn(u64) -> View, side: u64) -> f64
         bounds: &bounds,
     };
     let sums = View::new(view(8).offset, heads * side, Dtype::F32);
-    let seconds = fastest_seconds(3, || {
-        let (q, k, v, o) = (view(0), view(1), view(2), view(3));
-        device.attention_forward(q, k, v, o, sums, shape());
-        device.attention_backward(
-            q,
-            k,
-            v,
-            o,
-            sums,
-            view(4),
-            view(5),
-            view(6),
-            view(7),
-            shape(),
-        );
-        device.settle();
-    });
+    let [q, k, v, o] = [0, 1, 2, 3].map(&view);
+    let [d_o, dq, dk, dv] = [4, 5, 6, 7].map(&view);
+    device.attention_forward(q, k, v, o, sums, shape());
+    device.attention_backward(q, k, v, o, sums, d_o, dq, dk, dv, shape());
+}
+
+/// Its FLOPs as [`crate::plan::Flops`] counts them for heads 128 wide.
+fn attention_flops(side: u64, head_dim: u64) -> f64 {
     let forward = 2.0 * (side * side * side) as f64;
-    3.0 * forward * attention_cost(head_dim as f64) / seconds
+    3.0 * forward * attention_cost(head_dim as f64)
 }
 
 /// AdamW beside the stream that bounds it.

@@ -8,6 +8,8 @@ use crate::model::ModelSpec;
 pub struct Flops {
     /// A block's forward, attention included.
     pub block: f64,
+    /// Its last product's part of it, which a recomputation leaves out: backward does not need y.
+    pub last: f64,
     /// Attention's part of it.
     pub attention: f64,
     /// Width of a head.
@@ -34,6 +36,7 @@ impl Flops {
         let bytes = |elements: u64| (elements * activation_bytes) as f64;
         Flops {
             block: 2.0 * matrices + attention,
+            last: 2.0 * (hidden * inner) as f64,
             attention,
             head_dim: spec.head_dim as f64,
             head: 2.0 * (spec.vocab_size * hidden) as f64,

@@ -266,6 +266,9 @@ fn compute_work(plan: &Plan, action: Action) -> Work {
         Action::Forward { .. } | Action::ForwardOnly { .. } => block(1.0, 0.0),
         Action::Backward { kept, layer, .. } => {
             let mut work = block(if kept.is_some() { 0.0 } else { 1.0 }, 1.0);
+            if kept.is_none() {
+                work.flops -= flops.last * tokens;
+            }
             work.passes += ADDED * elements(layer);
             if kept.is_some_and(|slot| plan.map.is_lean(slot)) {
                 work.passes += flops.restored_bytes * tokens;
