@@ -5,9 +5,9 @@
 #     benches/card.sh                      # builds, then all sections
 #     benches/card.sh --built DIR SECTION… # with binaries that lie in DIR
 #
-# Sections: right agree steps clip64 free64 clip16 free16 full7 kept7 suggested in24 in12 depth depth180; by name alone
-# those that need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with 60 GB
-# free), half (STORE: memory will do), real and curves (TOKENS: a file of u16 tokens; MODEL: the directory of
+# Sections: right agree steps clip64 free64 clip16 free16 full7 kept7 suggested small in24 in12 depth depth180; by name
+# alone those that need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with
+# 60 GB free), half (STORE: memory will do), real and curves (TOKENS: a file of u16 tokens; MODEL: the directory of
 # SmolLM2-135M), fine-tune (MODEL; GSM8K: the directory of its train.jsonl and test.jsonl).
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -66,7 +66,7 @@ card() {
     say "" "$(grep 'compute busy' "$table.card") used on the card: $most MiB"
 }
 seven() { card "$1" --config $configs/qwen2.5-7b/config.json "${@:2}"; }
-small() {
+budgeted() {
     seven "$1" --device-memory "$2" --micro-batch "$3" --micro-batches "$4" --clip 1 --steps 3 --host-memory 112GiB
 }
 half() { seven "$1" --layers 14 --micro-batch 16 --host-memory 100GiB "${@:2}"; }
@@ -116,7 +116,9 @@ curve() { # SECTION DIRECTORY [--weights]
     say "$1" "$(grep 'over all' <<<"$said" | tail -n 1)"
 }
 
-[ $# -gt 0 ] || set -- right agree steps clip64 free64 clip16 free16 full7 kept7 suggested in24 in12 depth depth180
+every="right agree steps clip64 free64 clip16 free16 full7 kept7 suggested small in24 in12 depth depth180"
+# shellcheck disable=SC2086
+[ $# -gt 0 ] || set -- $every
 for section in "$@"; do
     echo "=== $section $(date +%T)"
     case $section in
@@ -130,9 +132,13 @@ for section in "$@"; do
     full7) seven $section --micro-batch 16 --micro-batches 4 --clip 1 --steps 3 --host-memory 112GiB --recompute all ;;
     kept7) seven $section --micro-batch 16 --micro-batches 4 --clip 1 --steps 3 --host-memory 112GiB ;;
     suggested) for model in qwen2.5-1.5b qwen2.5-7b; do suggested $model; done ;;
+    small)
+        card $section --config $configs/smollm2-135m/config.json --micro-batch 8 --clip 1 --steps 8 \
+            --trace "$table.trace"
+        ;;
     half) half_spilled ;;
-    in24) small $section 24GB 8 8 ;;
-    in12) small $section 12GB 4 16 ;;
+    in24) budgeted $section 24GB 8 8 ;;
+    in12) budgeted $section 12GB 4 16 ;;
     depth) for layers in 28 56 112; do deep $layers; done ;;
     depth180) deep 180 118GiB ;;
     spill14clip) fourteen $section --micro-batches 4 --clip 1 --steps 1 ;;
