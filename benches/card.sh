@@ -139,7 +139,7 @@ for section in "$@"; do
     half) half_spilled ;;
     in24) budgeted $section 24GB 8 8 ;;
     in12) budgeted $section 12GB 4 16 ;;
-    depth) for layers in 28 56 112; do deep $layers; done ;;
+    depth) for layers in ${DEPTHS:-28 56 112}; do deep $layers; done ;;
     depth180) deep 180 118GiB ;;
     spill14clip) fourteen $section --micro-batches 4 --clip 1 --steps 1 ;;
     spill14) fourteen $section --micro-batches 4 --clip 0 --steps 1 ;;
