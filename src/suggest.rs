@@ -156,8 +156,8 @@ impl Question<'_> {
         config
     }
 
-    /// The fastest way to take a step of so many sequences, if there is one; `refused` keeps why
-    /// there is none.
+    /// The fastest way to take a step of so many sequences, if there is one; of the first step that
+    /// has none, `refused` keeps why not even its smallest micro-batches fit.
     fn best_split(
         &self,
         sequences: u64,
@@ -167,6 +167,7 @@ impl Question<'_> {
         let same_training =
             sequences == self.sequences() && clip == self.config.train.max_grad_norm;
         let mut best: Option<Suggestion> = None;
+        let mut last = None;
         for micro_batch in splits(sequences) {
             let config = self.with(sequences, micro_batch, clip);
             let plan = Plan::new(
@@ -179,13 +180,7 @@ impl Question<'_> {
             let plan = match plan {
                 Ok(plan) => plan,
                 Err(error) => {
-                    // A tier that lacks room says less than what no memory would help.
-                    if !matches!(
-                        refused,
-                        Some(Error::Input { .. } | Error::Unsupported { .. })
-                    ) {
-                        *refused = Some(error);
-                    }
+                    last = Some(error);
                     continue;
                 }
             };
@@ -202,7 +197,10 @@ impl Question<'_> {
                 });
             }
         }
-        let mut best = best?;
+        let Some(mut best) = best else {
+            *refused = refused.take().or(last);
+            return None;
+        };
         let (spec, config, device) = (self.spec, &best.config, self.device);
         let found = fastest(spec, config, device, self.given(), self.rates).ok()?;
         (best.plan, best.prediction) = found;

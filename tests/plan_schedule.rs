@@ -976,6 +976,16 @@ fn where_nothing_fits_the_least_of_each_tier_is_told_and_fits() {
     assert!(text.contains(" with memory.host of ") && text.contains(" and memory.store of "));
 }
 
+/// Of an open step the largest are more tokens than a micro-batch of a card may have. That is why
+/// they were not planned whole, and not why nothing fits.
+#[test]
+fn a_split_that_is_too_large_does_not_hide_the_tier_that_is_too_small() {
+    let (_, _, answer) = ask("qwen2.5-7b", (GB, GB, Some(GB)), Steps::Any);
+    let text = answer.err().unwrap().to_string();
+    let start = "plan: a step of 8192 tokens in the smallest micro-batches: expected at least ";
+    assert!(text.starts_with(start), "{text}");
+}
+
 fn machine_rates() -> Rates {
     Rates {
         gemm: 1e12,
