@@ -106,7 +106,12 @@ impl Checkpoints {
             return Err(no_commit(&directory));
         }
         let made = !CheckpointStore::exists(&directory);
-        let mut store = CheckpointStore::open_or_create(&directory, &store_spec)?;
+        let mut store = CheckpointStore::open_or_create(&directory, &store_spec).map_err(
+            |error| match error {
+                Error::Input { .. } if !fresh => of_another_format(&directory, config, error),
+                error => error,
+            },
+        )?;
         store.set_zstd(config.checkpoint.zstd)?;
         store.set_io_timeout(
             std::time::Duration::from_secs(config.memory.io_timeout),
@@ -248,6 +253,30 @@ impl Checkpoints {
             remedy,
         }
     }
+}
+
+/// The refusal of commits whose sections have another format than the run's: that is a key of
+/// run.toml, which says more than that the store is another's. `error` if they have this one.
+fn of_another_format(directory: &Path, config: &RunConfig, error: Error) -> Error {
+    let found = || {
+        let store = CheckpointStore::open_read_only(directory).ok()?;
+        let (_, newest) = all(&store).ok()?.pop()?;
+        let old = RunConfig::parse(&newest.run, "the commit's run.toml", &[]).ok()?;
+        let mut differences = config.resume_differences(&old).into_iter();
+        let is_format = |key: &str| ["model.precision", "optimizer.moments"].contains(&key);
+        differences.find(|difference| is_format(&difference.key))
+    };
+    let Some(found) = found() else {
+        return error;
+    };
+    Error::input(
+        "resume",
+        found.key,
+        found.old,
+        found.new,
+        "change it back: a commit's format stays, also with --resume-changed; to go on in another, \
+         export the commit and train that with another log.dir",
+    )
 }
 
 /// The commits of a store, oldest first.

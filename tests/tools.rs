@@ -640,6 +640,18 @@ fn what_does_not_fit_a_checkpoint_is_refused_and_the_checkpoint_stays() {
         "resume: new/checkpoint: expected a commit, got none; start without --resume, or name \
          its checkpoint.dir or log.dir",
     );
+    for (set, key, was, is) in [
+        ("optimizer.moments=bf16", "optimizer.moments", "f32", "bf16"),
+        ("model.precision=fp32", "model.precision", "bf16", "fp32"),
+    ] {
+        let end = "change it back: a commit's format stays, also with --resume-changed; to go on \
+                   in another, export the commit and train that with another log.dir";
+        let message = format!("resume: {key}: expected \"{was}\", got \"{is}\"; {end}");
+        for changed in ["", " --resume-changed"] {
+            let arguments = format!("train run.toml --resume --set {set}{changed}");
+            room.refused(&arguments, 2, &message);
+        }
+    }
     room.write_model("wider", &[("intermediate_size", json!(96))]);
     let other = room.terrace("train run.toml --resume --set model.path=wider");
     assert_eq!(other.code, 2, "{other:?}");
