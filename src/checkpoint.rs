@@ -46,6 +46,33 @@ pub fn checkpoint_dir(config: &RunConfig) -> PathBuf {
         .unwrap_or_else(|| config.log.dir.join("checkpoint"))
 }
 
+/// The checkpoint directory that a person means: the one named, or that of the run named.
+pub fn checkpoint_at(directory: &Path) -> PathBuf {
+    let of_run = directory.join("checkpoint");
+    match CheckpointStore::exists(&of_run) && !CheckpointStore::exists(directory) {
+        true => of_run,
+        false => directory.to_path_buf(),
+    }
+}
+
+/// The model's directory of a run whose commits are in `directory`. Where a relative `model.path`
+/// is not to be found, it is looked for from where the run's own `checkpoint.dir` was meant.
+pub fn model_of_commits(config: &RunConfig, directory: &Path) -> Option<PathBuf> {
+    let path = config.model.path.clone()?;
+    let meant = checkpoint_dir(config);
+    let whole = directory.canonicalize().ok();
+    let from_there = || {
+        let meant = meant.strip_prefix(".").unwrap_or(&meant);
+        let whole = whole.filter(|whole| meant.is_relative() && whole.ends_with(meant))?;
+        let base = whole.ancestors().nth(meant.components().count())?;
+        Some(base.join(&path)).filter(|path| path.is_dir())
+    };
+    match path.is_dir() || path.is_absolute() {
+        true => Some(path),
+        false => from_there().or(Some(path)),
+    }
+}
+
 /// What a commit wrote.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Written {

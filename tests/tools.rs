@@ -666,6 +666,39 @@ fn what_does_not_fit_a_checkpoint_is_refused_and_the_checkpoint_stays() {
     assert!(bytes() == before, "a refusal changed the checkpoint");
 }
 
+/// An export without its tokenizer is of little use: transformers' pipelines refuse it.
+#[test]
+fn a_commit_is_exported_with_its_tokenizer_from_any_directory() {
+    let room = Room::trained();
+    let away = tempfile::tempdir().unwrap();
+    for (checkpoint, out) in [("run/checkpoint", "a"), ("run", "b")] {
+        let place = room.path(checkpoint).display().to_string();
+        let mut command = room.command(TERRACE, "export --dtype float32 --out");
+        command.arg(away.path().join(out)).arg("--checkpoint");
+        let ended = Ended::from(
+            command
+                .arg(place)
+                .current_dir(away.path())
+                .output()
+                .unwrap(),
+        );
+        let said = ended.success();
+        assert!(!said.contains("warning"), "{said}");
+        for name in ["tokenizer.json", "model.safetensors"] {
+            let bytes = |path: PathBuf| std::fs::read(path).unwrap();
+            let away = bytes(away.path().join(out).join(name));
+            assert!(away == bytes(room.path("exported").join(name)), "{name}");
+        }
+    }
+    // Where it is really gone, that is said with its name.
+    std::fs::rename(room.path("model"), room.path("moved")).unwrap();
+    let said = room
+        .terrace("export --checkpoint run --out without")
+        .success();
+    let warning = "warning: model.path of the run, model, is not there: no tokenizer files";
+    assert!(said.starts_with(warning), "{said}");
+}
+
 #[test]
 fn wrong_exports_and_prompts_are_refused() {
     let room = Room::trained();

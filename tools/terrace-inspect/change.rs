@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
+use terrace::checkpoint::model_of_commits;
 use terrace::config::{RunConfig, Size};
 use terrace::error::{Error, Result};
 use terrace::hf::{ExportDtype, ExportOptions};
@@ -100,9 +101,9 @@ pub(crate) fn export(arguments: &ExportArguments) -> Result<u8> {
         .as_ref()
         .map(|progress| progress.run.as_str());
     let config = RunConfig::parse(run.unwrap_or(""), "the commit's run.toml", &[]).ok();
-    let source = config
-        .and_then(|config| config.model.path)
-        .filter(|dir| dir.is_dir());
+    let directory = store.path().parent().unwrap_or(Path::new("."));
+    let source = config.and_then(|config| model_of_commits(&config, directory));
+    let source = source.filter(|dir| dir.is_dir());
     let options = ExportOptions {
         dir: arguments.out.clone(),
         dtype: match arguments.dtype {
@@ -115,7 +116,8 @@ pub(crate) fn export(arguments: &ExportArguments) -> Result<u8> {
     let report = export_commit(&store, commit, &options, source.as_deref())?;
     let mut notes = store.notes();
     if source.is_none() {
-        notes.push("model.path of the run is gone: no tokenizer files were written".to_string());
+        let note = "model.path of the run is not there: no tokenizer files were written";
+        notes.push(note.to_string());
     }
     if arguments.json {
         print_json(&json!({

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use clap::Args;
-use terrace::checkpoint::{Choice, CommittedWeights};
+use terrace::checkpoint::{Choice, CommittedWeights, checkpoint_at, model_of_commits};
 use terrace::config::{RunConfig, Size};
 use terrace::data::TextTokenizer;
 use terrace::error::{Error, Result};
 use terrace::generate::{Sampling, generate as extend, prompt_ids};
-use terrace::hf::{self, ExportDtype, ExportOptions, WeightSource};
+use terrace::hf::{self, ExportDtype, ExportOptions, WeightSource, hub};
 use terrace::model::ModelSpec;
 use terrace::plan::{Plan, Purpose, bytes_text};
 use terrace::tile::Precision;
@@ -25,7 +25,7 @@ const SEQ_LEN_MAX: u64 = 1 << 20;
 /// Where weights come from: a commit, or a model directory.
 #[derive(Args)]
 pub(crate) struct Source {
-    /// Checkpoint directory of a run
+    /// Checkpoint directory of a run, or the run's log.dir
     #[arg(
         long,
         value_name = "DIRECTORY",
@@ -39,8 +39,8 @@ pub(crate) struct Source {
     /// The commit of the evaluation with the lowest loss (checkpoint.keep_best)
     #[arg(long, requires = "checkpoint", conflicts_with = "step")]
     best: bool,
-    /// Model directory in Hugging Face's layout
-    #[arg(long, value_name = "DIRECTORY")]
+    /// Model directory in Hugging Face's layout, or a name in the local cache
+    #[arg(long, value_name = "NAME|DIRECTORY")]
     model: Option<PathBuf>,
 }
 
@@ -60,10 +60,11 @@ struct Opened {
 impl Source {
     fn open(&self) -> Result<Opened> {
         if let Some(dir) = &self.model {
-            let (spec, model_json) = hf::read_config(dir)?;
+            let dir = hub::resolve(dir)?;
+            let (spec, model_json) = hf::read_config(&dir)?;
+            let weights = Weights::Files(WeightSource::open(&dir, &spec)?);
             let mut config = RunConfig::default();
-            config.model.path = Some(dir.clone());
-            let weights = Weights::Files(WeightSource::open(dir, &spec)?);
+            config.model.path = Some(dir);
             return Ok(Opened {
                 config,
                 spec,
@@ -71,17 +72,16 @@ impl Source {
                 weights,
             });
         }
-        let directory = self
-            .checkpoint
-            .as_deref()
-            .expect("clap asks for one of the two");
+        let directory = self.checkpoint.as_deref();
+        let directory = &checkpoint_at(directory.expect("clap asks for one of the two"));
         let choice = match self.step {
             Some(step) => Choice::Step(step),
             None if self.best => Choice::Best,
             None => Choice::Newest,
         };
         let committed = CommittedWeights::open(directory, choice)?;
-        let config = RunConfig::parse(&committed.progress.run, "the commit's run.toml", &[])?;
+        let mut config = RunConfig::parse(&committed.progress.run, "the commit's run.toml", &[])?;
+        config.model.path = model_of_commits(&config, directory);
         let model_json = committed.progress.model.clone();
         let place = format!("config.json in {}", directory.display());
         let spec = ModelSpec::from_config_json(&model_json.to_string(), &place)?;
@@ -277,7 +277,7 @@ pub(crate) struct ExportArguments {
     /// Directory to make
     #[arg(long, value_name = "DIRECTORY")]
     out: PathBuf,
-    /// bf16: what the model computed with; f32: the exact master
+    /// bf16 (or bfloat16): what the model computed with; f32 (or fp32, float32): the exact master
     #[arg(long, default_value = "bf16")]
     dtype: String,
     /// Most bytes of tensors in a file, as transformers' save_pretrained
@@ -291,8 +291,8 @@ pub(crate) struct ExportArguments {
 /// Runs `terrace export`.
 pub(crate) fn export(arguments: &ExportArguments) -> Result<()> {
     let dtype = match arguments.dtype.as_str() {
-        "bf16" => ExportDtype::Bf16,
-        "f32" => ExportDtype::F32,
+        "bf16" | "bfloat16" => ExportDtype::Bf16,
+        "f32" | "fp32" | "float32" => ExportDtype::F32,
         other => {
             let expected = "bf16 or f32";
             return Err(Error::input(
@@ -315,14 +315,14 @@ pub(crate) fn export(arguments: &ExportArguments) -> Result<()> {
         ));
     };
     let opened = arguments.source.open()?;
-    let dir: Option<&Path> = opened
-        .config
-        .model
-        .path
-        .as_deref()
-        .filter(|dir| dir.is_dir());
+    let named = opened.config.model.path.as_deref();
+    let dir = named.filter(|dir| dir.is_dir());
     if dir.is_none() {
-        say("warning: model.path of the run is gone: no tokenizer files are written")?;
+        let named = named.unwrap_or(Path::new("")).display();
+        say(&format!(
+            "warning: model.path of the run, {named}, is not there: no tokenizer files are \
+             written; copy them beside the weights"
+        ))?;
     }
     let options = ExportOptions {
         dir: arguments.out.clone(),
