@@ -1339,6 +1339,33 @@ fn a_failed_export_leaves_nothing_and_the_old_one_whole() {
     );
 }
 
+/// In a container every process may have the same number: what a killed export left was in the way
+/// of the next one, and elsewhere it took its room for ever.
+#[test]
+fn what_a_killed_export_left_is_removed_by_the_next_and_nothing_else() {
+    let root = tempfile::tempdir().unwrap();
+    let make = |name: &str, file: &str| {
+        let dir = root.path().join(name);
+        fs::create_dir(&dir).unwrap();
+        fs::write(dir.join(file), "x").unwrap();
+        dir
+    };
+    let own = format!(".out.partial-{}", std::process::id());
+    make(&own, "model.safetensors");
+    make(".out.partial-1", "model-00001-of-00002.safetensors");
+    let stay = [
+        make(".out.partial-2", "model.safetensors"),
+        make(".out.partial-3", "notes.txt"),
+        make(".out.partial-mine", "model.safetensors"),
+        make(".outer.partial-4", "model.safetensors"),
+    ];
+    let in_use = fs::File::open(&stay[0]).unwrap();
+    in_use.lock().unwrap();
+    export_random(&options(&root.path().join("out"), false), None).unwrap();
+    assert!(stay.iter().all(|dir| dir.is_dir()));
+    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1 + stay.len());
+}
+
 #[test]
 fn the_models_own_files_are_copied_and_links_out_refused() {
     let root = tempfile::tempdir().unwrap();

@@ -1,7 +1,8 @@
 //! A Hugging Face directory from the tiles: whole or not at all.
 //!
 //! - Written beside its target, every file and the directory flushed, then renamed. A failure or a
-//!   panic removes what was written; a power cut leaves at most a directory `.NAME.partial-PID`.
+//!   panic removes what was written; SIGKILL or a power cut leaves a directory `.NAME.partial-PID`,
+//!   which the next export to that name removes: nobody holds its lock.
 //! - Tiles are read extent by extent in layer order, each once: memory is one extent.
 //! - bf16 takes the half of the master that the device computes with ([`split_master`]), so that
 //!   the exported model's logits are the trained model's; f32 takes the master.
@@ -9,7 +10,7 @@
 //!
 //! An existing target is refused, or replaced if asked and if it holds nothing but a model's files.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -127,6 +128,7 @@ pub fn export(
     let layouts = spec.tile_layouts();
     let shards = plan_shards(&layouts, options)?;
     let tensor_bytes = shards.iter().map(|shard| shard.tensor_bytes).sum();
+    target.remove_leftovers()?;
     target.check_space(tensor_bytes)?;
     let mut partial = Partial::create(&target)?;
     let mut tensors = TensorWriter::new(&partial.path, options.dtype, &shards);
@@ -433,6 +435,27 @@ impl Target {
         self.parent
             .join(format!(".{}.{what}-{}", self.name, std::process::id()))
     }
+
+    /// Removes what exports to this name left that were killed. One that goes on has the lock of
+    /// its directory; where there are no locks, nothing is removed.
+    fn remove_leftovers(&self) -> Result<()> {
+        let start = format!(".{}.partial-", self.name);
+        let io = |source| Error::io("list", &self.parent, source);
+        for entry in fs::read_dir(&self.parent).map_err(io)? {
+            let name = entry.map_err(io)?.file_name();
+            let process = name.to_str().and_then(|name| name.strip_prefix(&start));
+            if process.is_none_or(|process| process.parse::<u32>().is_err()) {
+                continue;
+            }
+            let path = self.parent.join(&name);
+            let is_dir = path.symlink_metadata().is_ok_and(|found| found.is_dir());
+            let unused = is_dir && lock(&path).is_ok_and(|lock| lock.is_some());
+            if unused && foreign_entry(&path)?.is_none() {
+                fs::remove_dir_all(&path).map_err(|e| Error::io("remove", &path, e))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The first entry of a directory that no export would have written.
@@ -451,19 +474,33 @@ pub(crate) fn foreign_entry(dir: &Path) -> Result<Option<String>> {
     Ok(None)
 }
 
+/// The lock of a directory, which ends with this; `None` where another process has it.
+fn lock(dir: &Path) -> std::io::Result<Option<File>> {
+    let dir = File::open(dir)?;
+    match dir.try_lock() {
+        Ok(()) => Ok(Some(dir)),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
 /// The directory while it is written; removed when dropped before it was published.
 struct Partial {
     path: PathBuf,
     published: bool,
+    /// Tells other exports that it is in use, where the file system has locks.
+    _lock: Option<File>,
 }
 
 impl Partial {
     fn create(target: &Target) -> Result<Partial> {
         let path = target.sibling("partial");
         fs::create_dir(&path).map_err(|source| Error::io("create", &path, source))?;
+        let lock = lock(&path).ok().flatten();
         Ok(Partial {
             path,
             published: false,
+            _lock: lock,
         })
     }
 
