@@ -793,7 +793,7 @@ dir = \"saves/qwen\"
         [
             "lf.yaml:11: template: qwen is left out: the tokenizer's own chat template is used",
             "lf.yaml:22: warmup_ratio: 0.1 is a share of steps that are not known yet: set \
-             train.warmup_steps by `terrace plan`",
+             train.warmup_steps; `terrace data preview` tells the steps",
             "lf.yaml:28: lora_rank: 8 has no counterpart and is left out",
             "lf.yaml: trust_remote_code, do_train, deepspeed: say how LLaMA-Factory runs, not what \
              it learns; Terrace plans by itself",
@@ -815,6 +815,97 @@ fn a_share_of_known_steps_becomes_steps() {
         let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
         assert_eq!(config.train.warmup_steps.to_string(), warmup);
         assert!(imported.lines.iter().all(|line| !line.contains("warmup")));
+    }
+}
+
+/// The run of these lines of LLaMA-Factory, and what is said of them.
+fn imported(lines: &[&str]) -> (RunConfig, Vec<String>) {
+    let yaml = format!("model_name_or_path: m\ndataset: d\n{}\n", lines.join("\n"));
+    let imported = import(&yaml, "lf.yaml").expect("a run");
+    let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
+    (config, imported.lines)
+}
+
+#[test]
+fn warm_up_in_steps_beats_a_share_of_them_in_any_order() {
+    let with = |lines: &[&str]| imported(lines).0.train.warmup_steps;
+    let steps = "max_steps: 200";
+    assert_eq!(with(&[steps, "warmup_steps: 20", "warmup_ratio: 0.5"]), 20);
+    assert_eq!(with(&[steps, "warmup_ratio: 0.5", "warmup_steps: 20"]), 20);
+    assert_eq!(with(&[steps, "warmup_ratio: 0.5", "warmup_steps: 0"]), 100);
+    assert_eq!(with(&[steps, "warmup_steps: 0", "warmup_ratio: 0.5"]), 100);
+    assert_eq!(with(&[steps, "warmup_steps: 0.1"]), 20);
+}
+
+#[test]
+fn when_the_other_program_saves_and_evaluates_is_taken_over_or_told() {
+    let (config, lines) = imported(&[
+        "max_steps: 200",
+        "val_size: 0.1",
+        "save_steps: 0.1",
+        "save_total_limit: 0",
+        "eval_strategy: steps",
+        "logging_steps: 25",
+        "load_best_model_at_end: true",
+        "early_stopping_steps: 3",
+    ]);
+    assert_eq!((config.checkpoint.every, config.checkpoint.keep), (20, 2));
+    let train = &config.train;
+    assert_eq!((train.eval_every, train.early_stopping_patience), (25, 3));
+    assert!(config.checkpoint.keep_best);
+    assert_eq!(
+        lines[..2],
+        [
+            "lf.yaml:6: save_total_limit: 0 is not 1 to 31, as checkpoint.keep has to be: 2 are \
+             kept",
+            "lf.yaml:9: load_best_model_at_end: true keeps that commit; `terrace export --best` \
+             takes it",
+        ]
+    );
+    // Without evaluations by steps there is no best one, and nothing is refused.
+    let (config, lines) = imported(&[
+        "num_train_epochs: 1",
+        "val_size: 0.1",
+        "eval_steps: 0.25",
+        "eval_strategy: epoch",
+        "save_strategy: \"no\"",
+        "save_steps: 0.5",
+        "load_best_model_at_end: true",
+    ]);
+    assert!(!config.checkpoint.keep_best);
+    assert_eq!((config.train.eval_every, config.checkpoint.every), (0, 500));
+    let begins = [
+        "lf.yaml:6: eval_strategy: epoch is not by steps: set train.eval_every",
+        "lf.yaml:7: save_strategy: no is not taken over",
+        "lf.yaml:8: save_steps: 0.5 is a share of steps that are not known yet: set \
+         checkpoint.every",
+        "lf.yaml:9: load_best_model_at_end: true needs evaluations: set train.eval_every",
+    ];
+    assert_eq!(lines.len(), begins.len(), "{lines:?}");
+    for (line, begin) in lines.iter().zip(begins) {
+        assert!(line.starts_with(begin), "{line}");
+    }
+    // Under "no" the Trainer does not look at eval_steps.
+    let no = ["eval_strategy: \"no\"", "eval_steps: 10", "stage: pt"];
+    let config = imported(&no).0;
+    assert_eq!(config.train.eval_every, 0);
+    assert!(config.data.packing, "what is pre-trained on is packed");
+}
+
+#[test]
+fn what_a_run_is_reported_to_is_taken_over_or_told() {
+    for (value, tensorboard, told) in [
+        ("none", false, false),
+        ("tensorboard", true, false),
+        ("all", true, false),
+        ("wandb", true, true),
+        ("[wandb, tensorboard]", true, true),
+    ] {
+        let (config, lines) = imported(&[&format!("report_to: {value}")]);
+        assert_eq!(config.log.tensorboard, tensorboard, "{value}");
+        let telling = "is not written to: TensorBoard's event files";
+        let found = lines.iter().any(|line| line.contains(telling));
+        assert_eq!(found, told, "{value}: {lines:?}");
     }
 }
 

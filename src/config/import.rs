@@ -6,17 +6,16 @@
 //! - YAML is read as a tree of plain values; aliases are refused. Nothing is looked up: a path or a
 //!   name of a model stays what it is.
 
-use saphyr_parser::{Event, Parser, ScalarStyle};
+mod yaml;
 
 use super::RunConfig;
 use super::parse::{defaults_of, tables};
 use crate::error::{Error, Result, printable};
+use yaml::{Entry, entries};
 
 const WHAT: &str = "import";
 /// Most bytes of a file.
 pub const BYTES_MAX: usize = 1 << 20;
-/// Most levels of a file.
-const DEPTH_MAX: usize = 32;
 
 /// What an import gives.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,15 +24,6 @@ pub struct Imported {
     pub toml: String,
     /// A line for each key that is not in it, or is there with another meaning.
     pub lines: Vec<String>,
-}
-
-/// A value of the file, by its path.
-#[derive(Clone, Debug)]
-struct Entry {
-    /// `training.batch_size`; a list's items share the path of the list.
-    path: String,
-    line: usize,
-    values: Vec<String>,
 }
 
 /// How a key of the other program is written here.
@@ -119,14 +109,21 @@ const LLAMA_FACTORY: &[(&str, To)] = &[
     ("adam_epsilon", Plain("train.eps")),
     ("max_grad_norm", Plain("train.max_grad_norm")),
     ("seed", Plain("train.seed")),
-    ("eval_steps", Plain("train.eval_every")),
+    ("eval_steps", By(eval_steps)),
+    ("eval_strategy", By(eval_strategy)),
+    ("evaluation_strategy", By(eval_strategy)),
     ("bf16", By(dtype_flag)),
     ("pure_bf16", By(dtype_flag)),
     ("fp16", By(dtype_flag)),
     ("output_dir", Quoted("log.dir")),
-    ("save_steps", Plain("checkpoint.every")),
-    ("save_total_limit", Plain("checkpoint.keep")),
-    ("load_best_model_at_end", Plain("checkpoint.keep_best")),
+    (
+        "save_steps",
+        By(|import, entry| import.steps_of(entry, "checkpoint.every")),
+    ),
+    ("save_strategy", By(save_strategy)),
+    ("save_total_limit", By(save_total_limit)),
+    ("load_best_model_at_end", By(load_best)),
+    ("report_to", By(report_to)),
     (
         "early_stopping_steps",
         Plain("train.early_stopping_patience"),
@@ -144,11 +141,7 @@ const LLAMA_FACTORY: &[(&str, To)] = &[
     ("logging_dir", Nowhere),
     ("plot_loss", Nowhere),
     ("save_only_model", Nowhere),
-    ("save_strategy", Nowhere),
-    ("eval_strategy", Nowhere),
-    ("evaluation_strategy", Nowhere),
     ("per_device_eval_batch_size", Nowhere),
-    ("report_to", Nowhere),
     ("run_name", Nowhere),
     ("ddp_timeout", Nowhere),
     ("flash_attn", Nowhere),
@@ -198,11 +191,7 @@ pub fn import(text: &str, place: &str) -> Result<Imported> {
         lines: Vec::new(),
         unused: Vec::new(),
         betas: [None, None],
-        steps: entries
-            .iter()
-            .find(|entry| entry.path == "max_steps")
-            .and_then(Entry::number)
-            .filter(|steps| *steps > 0.0),
+        entries: entries.clone(),
     };
     for entry in &entries {
         import.take(entry, table);
@@ -220,8 +209,8 @@ struct Import {
     /// Keys that have no meaning here.
     unused: Vec<String>,
     betas: [Option<String>; 2],
-    /// Steps of the run, where the file says.
-    steps: Option<f64>,
+    /// All of the file: some keys mean something only beside others, wherever these are.
+    entries: Vec<Entry>,
 }
 
 impl Import {
@@ -230,8 +219,7 @@ impl Import {
         let Some((_, to)) = found else {
             return self.line(entry, "has no counterpart and is left out");
         };
-        // null is as good as nothing.
-        if matches!(&entry.values[..], [only] if ["", "null", "~"].contains(&only.as_str())) {
+        if entry.is_null() {
             return;
         }
         match to {
@@ -263,6 +251,58 @@ impl Import {
         self.betas[at] = Some(number(&entry.first()));
     }
 
+    /// A key of the file that has a value.
+    fn named(&self, path: &str) -> Option<&Entry> {
+        let found = self.entries.iter().find(|entry| entry.path == path);
+        found.filter(|entry| !entry.is_null())
+    }
+
+    /// Steps of the run, where the file says.
+    fn steps(&self) -> Option<f64> {
+        let steps = self.named("max_steps").and_then(Entry::number);
+        steps.filter(|steps| *steps > 0.0)
+    }
+
+    /// A key that counts steps, or names a share of all of them, which the Trainer rounds up.
+    fn steps_of(&mut self, entry: &Entry, key: &str) {
+        let share = entry.number().filter(|share| *share > 0.0 && *share < 1.0);
+        match (share, self.steps()) {
+            (None, _) => self.set(key, number(&entry.first())),
+            (Some(share), Some(steps)) => self.set(key, format!("{:.0}", (share * steps).ceil())),
+            (Some(_), None) => self.line(
+                entry,
+                &format!(
+                    "is a share of steps that are not known yet: set {key}; `terrace data preview` \
+                     tells the steps"
+                ),
+            ),
+        }
+    }
+
+    /// Leaves out what needs evaluations where there are none.
+    fn look_at_evaluations(&mut self) {
+        let data = self.has("data.eval") || self.has("data.eval_split");
+        let evaluates = data && self.has("train.eval_every");
+        for (key, path) in [
+            ("checkpoint.keep_best", "load_best_model_at_end"),
+            ("train.early_stopping_patience", "early_stopping_steps"),
+        ] {
+            let Some(entry) = self.named(path).filter(|_| self.has(key)).cloned() else {
+                continue;
+            };
+            if !evaluates {
+                self.keys.retain(|(named, _)| named != key);
+                let missing = "set train.eval_every, and data.eval or data.eval_split";
+                self.line(&entry, &format!("needs evaluations: {missing}, then {key}"));
+            } else if key == "checkpoint.keep_best" {
+                self.line(
+                    &entry,
+                    "keeps that commit; `terrace export --best` takes it",
+                );
+            }
+        }
+    }
+
     fn has(&self, key: &str) -> bool {
         self.keys.iter().any(|(named, _)| named == key)
     }
@@ -274,6 +314,7 @@ impl Import {
             let betas = format!("[{}, {}]", or(first, "0.9"), or(second, "0.999"));
             self.set("train.betas", betas);
         }
+        self.look_at_evaluations();
         let steps = self.has("train.steps");
         for (key, value) in defaults {
             let given = self.has(key) || (*key == "train.epochs" && steps);
@@ -320,20 +361,6 @@ impl Import {
             }
         }
         text
-    }
-}
-
-impl Entry {
-    fn first(&self) -> String {
-        self.values.first().cloned().unwrap_or_default()
-    }
-
-    fn number(&self) -> Option<f64> {
-        self.first().parse().ok()
-    }
-
-    fn is_true(&self) -> bool {
-        ["true", "yes", "on", "True", "TRUE"].contains(&self.first().as_str())
     }
 }
 
@@ -390,7 +417,13 @@ fn cutoff(import: &mut Import, entry: &Entry) {
 fn stage(import: &mut Import, entry: &Entry) {
     match entry.first().as_str() {
         "sft" => {}
-        "pt" => import.line(entry, "is what rows of `text` mean: nothing else is needed"),
+        "pt" => {
+            // LLaMA-Factory packs what is pre-trained on, unless told not to.
+            if import.named("packing").is_none() {
+                import.set("data.packing", "true".to_string());
+            }
+            import.line(entry, "is what rows of `text` mean: nothing else is needed");
+        }
         _ => import.line(entry, "is not trained: this run is a supervised fine-tune"),
     }
 }
@@ -445,27 +478,104 @@ fn schedule(import: &mut Import, entry: &Entry) {
 }
 
 fn warmup(import: &mut Import, entry: &Entry) {
-    match entry.number() {
-        Some(share) if share > 0.0 && share < 1.0 => warmup_ratio(import, entry),
-        _ => import.set("train.warmup_steps", number(&entry.first())),
+    // 0 leaves it to the share.
+    if entry.number() != Some(0.0) {
+        import.steps_of(entry, "train.warmup_steps");
     }
 }
 
 fn warmup_ratio(import: &mut Import, entry: &Entry) {
-    let share = entry.number().filter(|share| (0.0..=1.0).contains(share));
-    match (share, import.steps) {
-        (Some(0.0), _) => {}
-        // The Trainer rounds up too.
-        (Some(share), Some(steps)) => {
-            import.set(
-                "train.warmup_steps",
-                format!("{:.0}", (share * steps).ceil()),
-            );
+    // Steps beat a share of them.
+    let steps = import.named("warmup_steps").and_then(Entry::number);
+    let is_zero = entry.number() == Some(0.0);
+    if !is_zero && steps.is_none_or(|steps| steps <= 0.0) {
+        import.steps_of(entry, "train.warmup_steps");
+    }
+}
+
+/// When the Trainer evaluates, where the file says.
+fn evaluates(import: &Import) -> Option<String> {
+    let named = import.named("eval_strategy");
+    named
+        .or(import.named("evaluation_strategy"))
+        .map(Entry::first)
+}
+
+fn is_no(text: &str) -> bool {
+    ["no", "false", "False"].contains(&text)
+}
+
+fn eval_steps(import: &mut Import, entry: &Entry) {
+    // The Trainer looks at it under "steps" alone.
+    let by_steps = evaluates(import).is_none_or(|by| by == "steps");
+    if by_steps {
+        import.steps_of(entry, "train.eval_every");
+    }
+}
+
+fn eval_strategy(import: &mut Import, entry: &Entry) {
+    match entry.first().as_str() {
+        // The Trainer then takes logging_steps, of which it has 500.
+        "steps" if import.named("eval_steps").is_none() => {
+            match import.named("logging_steps").cloned() {
+                Some(logging) => import.steps_of(&logging, "train.eval_every"),
+                None => import.set("train.eval_every", "500".to_string()),
+            }
+        }
+        "steps" => {}
+        no if is_no(no) => {}
+        _ => import.line(
+            entry,
+            "is not by steps: set train.eval_every, which counts them",
+        ),
+    }
+}
+
+fn save_strategy(import: &mut Import, entry: &Entry) {
+    match entry.first().as_str() {
+        "steps" => {}
+        no if is_no(no) => import.line(
+            entry,
+            "is not taken over, since a run is exported from its last commit: checkpoint.every \
+             counts the steps between commits, and one is made at the end",
+        ),
+        _ => import.line(
+            entry,
+            "is not by steps: set checkpoint.every, which counts them",
+        ),
+    }
+}
+
+fn save_total_limit(import: &mut Import, entry: &Entry) {
+    match entry.number() {
+        Some(limit) if (1.0..=31.0).contains(&limit) => {
+            import.set("checkpoint.keep", number(&entry.first()));
         }
         _ => import.line(
             entry,
-            "is a share of steps that are not known yet: set train.warmup_steps by `terrace plan`",
+            "is not 1 to 31, as checkpoint.keep has to be: 2 are kept",
         ),
+    }
+}
+
+fn load_best(import: &mut Import, entry: &Entry) {
+    if entry.is_true() {
+        import.set("checkpoint.keep_best", "true".to_string());
+    }
+}
+
+fn report_to(import: &mut Import, entry: &Entry) {
+    let names = entry.values.iter().flat_map(|value| value.split(','));
+    let names: Vec<String> = names.map(|name| name.trim().to_lowercase()).collect();
+    if names.iter().all(|name| name == "none") {
+        return import.set("log.tensorboard", "false".to_string());
+    }
+    let ours = |name: &String| ["tensorboard", "all", "none"].contains(&name.as_str());
+    if !names.iter().all(ours) {
+        import.line(
+            entry,
+            "is not written to: TensorBoard's event files, metrics.jsonl and report.html are",
+        );
     }
 }
 
@@ -478,111 +588,4 @@ fn template(import: &mut Import, entry: &Entry) {
         entry,
         "is left out: the tokenizer's own chat template is used",
     );
-}
-
-/// The values of the file by path, in order.
-fn entries(text: &str, place: &str) -> Result<Vec<Entry>> {
-    let wrong = |line: usize, got: &str, remedy: &str| {
-        let place = format!("{place}:{line}");
-        Error::input(
-            WHAT,
-            place,
-            "YAML of keys and values",
-            printable(got),
-            remedy,
-        )
-    };
-    if text.len() > BYTES_MAX {
-        let got = format!("{} bytes", text.len());
-        return Err(wrong(1, &got, "name the training configuration"));
-    }
-    let mut tree = Tree::default();
-    for event in Parser::new_from_str(text) {
-        let (event, span) = event.map_err(|error| {
-            let line = error.marker().line();
-            wrong(line, error.info(), "correct the line")
-        })?;
-        let line = span.start.line();
-        tree.take(event, line)
-            .map_err(|(got, remedy)| wrong(line, &got, remedy))?;
-    }
-    Ok(tree.entries)
-}
-
-/// The file's values while its events come.
-#[derive(Default)]
-struct Tree {
-    entries: Vec<Entry>,
-    /// Of each level the key that is open: `None` where the next scalar is a key.
-    open: Vec<Option<String>>,
-    in_list: bool,
-}
-
-impl Tree {
-    /// Takes an event; what is wrong with it and what to do.
-    fn take(&mut self, event: Event<'_>, line: usize) -> Result<(), (String, &'static str)> {
-        let refuse = |got: &str, remedy| Err((got.to_string(), remedy));
-        match event {
-            Event::Alias(_) => return refuse("an alias", "write the value itself"),
-            Event::MappingStart(..) if self.in_list => {
-                return refuse("a mapping in a list", "leave it out");
-            }
-            Event::MappingStart(..) if self.open.len() == DEPTH_MAX => {
-                return refuse("too many levels", "leave them out");
-            }
-            Event::MappingStart(..) => self.open.push(None),
-            Event::MappingEnd => {
-                self.open.pop();
-                self.close();
-            }
-            Event::SequenceStart(..) if self.open.is_empty() || self.in_list => {
-                return refuse("a list in place of keys", "correct the line");
-            }
-            Event::SequenceStart(..) => {
-                self.in_list = true;
-                self.push(line, Vec::new());
-            }
-            Event::SequenceEnd => {
-                self.in_list = false;
-                self.close();
-            }
-            Event::Scalar(value, style, ..) => match self.open.last_mut() {
-                None if value.is_empty() => {}
-                None => return refuse(&value, "write it as `key: value`"),
-                Some(key @ None) => *key = Some(value.into_owned()),
-                Some(Some(_)) if self.in_list => {
-                    let entry = self
-                        .entries
-                        .last_mut()
-                        .expect("pushed where the list began");
-                    entry.values.push(value.into_owned());
-                }
-                Some(Some(_)) => {
-                    let empty = value.is_empty() && style == ScalarStyle::Plain;
-                    let value = if empty {
-                        "null".to_string()
-                    } else {
-                        value.into_owned()
-                    };
-                    self.push(line, vec![value]);
-                    self.close();
-                }
-            },
-            _ => {}
-        }
-        Ok(())
-    }
-
-    fn push(&mut self, line: usize, values: Vec<String>) {
-        let keys: Vec<&str> = self.open.iter().flatten().map(String::as_str).collect();
-        let path = keys.join(".");
-        self.entries.push(Entry { path, line, values });
-    }
-
-    /// The innermost key has its value.
-    fn close(&mut self) {
-        if let Some(key) = self.open.last_mut() {
-            *key = None;
-        }
-    }
 }

@@ -1,10 +1,12 @@
 //! `terrace data`: what a run would train on.
 
 use std::io::IsTerminal;
+use std::sync::Arc;
 
 use clap::{Args, Subcommand};
+use terrace::config::RunConfig;
 use terrace::data::preview::{PreviewOptions, preview as write_preview};
-use terrace::data::{self, TextTokenizer};
+use terrace::data::{self, Batches, Dataset, TextTokenizer};
 use terrace::error::{Error, Result};
 use terrace::hf;
 use terrace::train::model_dir;
@@ -75,6 +77,36 @@ fn preview(arguments: &PreviewArguments) -> Result<()> {
         colour: stdout.is_terminal(),
         ids: arguments.ids,
     };
-    let out = &mut stdout.lock();
-    write_preview(&dataset, &config.data, tokenizer.as_ref(), options, out)
+    write_preview(
+        &dataset,
+        &config.data,
+        tokenizer.as_ref(),
+        options,
+        &mut stdout.lock(),
+    )?;
+    match arguments.eval {
+        true => Ok(()),
+        false => say(&steps_text(&config, dataset)?),
+    }
+}
+
+/// How many steps the run has: what a share of them, as of warm-up, is a share of.
+fn steps_text(config: &RunConfig, dataset: Dataset) -> Result<String> {
+    let train = &config.train;
+    let (micro_batch, micro_batches) = (train.micro_batch, train.micro_batches);
+    let dataset = Arc::new(dataset);
+    let batches = Batches::new(
+        dataset,
+        &config.data,
+        micro_batch,
+        micro_batches,
+        train.seed,
+    )?;
+    let of = |epochs| batches.steps_of_epochs(epochs);
+    let steps = train.steps.unwrap_or_else(|| of(train.epochs.unwrap_or(0)));
+    let an_epoch = of(1);
+    Ok(format!(
+        "{steps} steps, each {micro_batches} micro-batches of {micro_batch} sequences; an epoch is \
+         {an_epoch}"
+    ))
 }
