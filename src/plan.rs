@@ -210,6 +210,9 @@ pub struct Plan {
     /// Layers 1 to here, inclusive, have their anchors in the store between forward and backward:
     /// the first ones, which backward needs last, of those that leave the device.
     pub stored_anchors: u16,
+    /// So many were asked for ([`Choice::stored_anchors`]), in place of states of tiles: no tier
+    /// lacked room for them.
+    pub anchors_by_choice: bool,
     /// Host arena.
     pub host: HostMap,
     /// Device arena.
@@ -320,12 +323,13 @@ impl Plan {
         check_card(spec, config, device)?;
         let least = least_device(spec, config, device, budgets.device, purpose)?;
         let arena = budgets.device - device.fixed_bytes;
+        let asked = choice.stored_anchors.min(least.shape.travelling);
         let room = Room {
             budgets,
             spare: arena - least.bytes,
             anchors: Anchors {
                 layers: least.shape.travelling,
-                stored: choice.stored_anchors.min(least.shape.travelling),
+                stored: asked,
                 anchor_bytes: least.anchor_bytes,
                 micros: least.shape.micros,
             },
@@ -354,6 +358,7 @@ impl Plan {
             seed: config.train.seed,
             tiles,
             stored_anchors,
+            anchors_by_choice: asked > 0 && stored_anchors == asked,
             host,
             map,
             kept,

@@ -924,6 +924,24 @@ fn a_plan_can_be_for_the_cpu_for_a_card_that_is_not_here_or_for_a_model_alone() 
     }
 }
 
+/// With states first none would be there; that a micro-batch less of 256 does it is no advice.
+#[test]
+fn anchors_that_are_in_the_store_by_choice_are_told_so() {
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/fixtures/configs/qwen2.5-7b/config.json"
+    );
+    let out = Room::new()
+        .terrace(&format!(
+            "plan --model {config} --device-memory 24GB --host-memory 64GB --store-size 200GB \
+             --set train.micro_batches=256 --set train.max_grad_norm=0"
+        ))
+        .success();
+    let told = "in place of states: the predicted step is shorter so\n";
+    assert!(out.contains(told), "{out}");
+    assert!(!out.contains("no anchors would go to the store"), "{out}");
+}
+
 #[test]
 fn a_suggestion_is_printed_and_written_and_changes_nothing() {
     let room = Room::new();

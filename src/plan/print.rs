@@ -208,10 +208,15 @@ impl Plan {
         format!("{inexact}{kept}\n{anchors}{checkpoints}\n{moved}\n{wear}{predicted}\n")
     }
 
-    /// Which anchors go to the store, and what would keep them out of it.
+    /// Which anchors go to the store, and why or what would keep them out of it.
     fn anchors_sentence(&self) -> String {
         match self.stored_anchors {
             0 => String::new(),
+            stored if self.anchors_by_choice => format!(
+                "  anchors of {stored} of {} blocks are written to the store in forward and read \
+                 in backward, in place of states: the predicted step is shorter so\n",
+                self.blocks
+            ),
             stored => format!(
                 "  anchors of {stored} of {} blocks are written to the store in forward and read \
                  in backward: fewer tokens a step (train.micro_batch, train.micro_batches) would \

@@ -397,7 +397,7 @@ fn what_if(
 }
 
 /// The run with as many sequences a micro-batch, else as many micro-batches, as keep all anchors
-/// out of the store; `None` where none are there or one sequence is too much.
+/// out of the store; `None` where none have to be there or one sequence is too much.
 fn without_stored_anchors(
     spec: &ModelSpec,
     config: &RunConfig,
@@ -405,7 +405,7 @@ fn without_stored_anchors(
     budgets: Budgets,
     plan: &Plan,
 ) -> Option<RunConfig> {
-    if plan.stored_anchors == 0 {
+    if plan.stored_anchors == 0 || plan.anchors_by_choice {
         return None;
     }
     let fits = |config: &RunConfig| {
