@@ -103,6 +103,10 @@ fn end(history: &History) -> (String, bool) {
         return ("not told".to_string(), false);
     };
     match (status.state, &status.failure) {
+        (State::Finished, _) if status.step < status.total_steps => (
+            "finished early: train.early_stopping_patience was used up".to_string(),
+            false,
+        ),
         (State::Finished, _) => ("finished".to_string(), false),
         (State::Interrupted, _) => (
             format!("ended on request after step {}", status.step),
@@ -158,7 +162,8 @@ fn outcome(history: &History) -> Option<Panel> {
         let flops = run["plan"]["prediction"]["executed_flops"].as_f64();
         if let Some(flops) = flops.filter(|_| total.seconds > 0.0) {
             let rate = flops * total.count as f64 / total.seconds;
-            row("arithmetic", Unit::Flops.text(rate));
+            let text = format!("{} executed, recomputation too", Unit::Flops.text(rate));
+            row("arithmetic", text);
         }
     }
     if let Some((step, loss)) = history.best_evaluation() {
@@ -347,10 +352,16 @@ fn written(history: &History) -> Option<Panel> {
     let total = history.total().filter(|_| history.written_total > 0)?;
     let [store, checkpoint] = total.written;
     let mut rows = vec![
-        vec!["spilled extents".to_string(), bytes_text(store)],
-        vec!["commits".to_string(), bytes_text(checkpoint)],
         vec![
-            "all, repeated steps too".to_string(),
+            "spilled extents, in the steps above".to_string(),
+            bytes_text(store),
+        ],
+        vec![
+            "commits, in the steps above".to_string(),
+            bytes_text(checkpoint),
+        ],
+        vec![
+            "all: between steps and in repeated ones too".to_string(),
             bytes_text(history.written_total),
         ],
     ];

@@ -5,7 +5,7 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Style, Stylize};
 use ratatui::symbols::Marker;
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Axis, Block, Chart, Dataset, GraphType, Paragraph};
+use ratatui::widgets::{Axis, Block, Chart, Dataset, GraphType, Paragraph, Wrap};
 use terrace::log::history::{History, Row};
 use terrace::log::plots::{WAITS, duration_text, tier_totals};
 use terrace::log::status::{LaneStatus, State, Status};
@@ -24,6 +24,8 @@ pub(crate) struct Screen {
     title: String,
     state: String,
     is_bad: bool,
+    /// Why it failed, whole.
+    failure: Option<String>,
     step: u64,
     total_steps: u64,
     /// Of the steps that are left.
@@ -73,6 +75,7 @@ impl Screen {
             ),
             state,
             is_bad,
+            failure: status.failure.clone().filter(|_| is_bad),
             step,
             total_steps,
             seconds_left: left.filter(|_| runs && step < total_steps),
@@ -105,6 +108,9 @@ fn state_text(history: &History) -> (String, bool) {
     };
     let age = status.age();
     match status.state {
+        State::Finished if status.step < status.total_steps => {
+            ("finished: early stopping".to_string(), false)
+        }
         State::Finished => ("finished".to_string(), false),
         State::Interrupted => ("ended on request".to_string(), false),
         State::Failed => {
@@ -192,12 +198,26 @@ fn draw_head(frame: &mut Frame<'_>, area: Rect, screen: &Screen) {
     } else {
         Color::Green
     };
+    // The state is to be seen whatever the directory's name takes.
+    let taken = (screen.state.chars().count() + 2).min(usize::from(area.width) / 2);
     let line = Line::from(vec![
-        screen.title.clone().bold(),
+        end_of(&screen.title, usize::from(area.width) - taken).bold(),
         "  ".into(),
         Span::styled(screen.state.clone(), Style::new().fg(color)),
     ]);
     frame.render_widget(line, area);
+}
+
+/// The last `most` characters of a text, those before them as a mark.
+fn end_of(text: &str, most: usize) -> String {
+    let count = text.chars().count();
+    match count <= most {
+        true => text.to_string(),
+        false => {
+            let end = text.chars().skip(count + 1 - most.max(1));
+            "…".chars().chain(end).collect()
+        }
+    }
 }
 
 fn draw_steps(frame: &mut Frame<'_>, area: Rect, screen: &Screen) {
@@ -297,10 +317,17 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, screen: &Screen) {
     });
     let mut lines: Vec<Line<'_>> = lines.collect();
     if lines.is_empty() {
-        lines.push(Line::from("no step is under way").dim());
+        lines.push(match &screen.failure {
+            Some(words) => Line::styled(words.clone(), Style::new().fg(Color::Red)),
+            None => Line::from("no step is under way").dim(),
+        });
     }
+    let lanes = Paragraph::new(lines).block(block("schedule: lanes of a step"));
     frame.render_widget(
-        Paragraph::new(lines).block(block("schedule: lanes of a step")),
+        match screen.lanes.is_empty() {
+            true => lanes.wrap(Wrap { trim: true }),
+            false => lanes,
+        },
         area,
     );
 }
@@ -481,6 +508,39 @@ mod tests {
         history.run = serde_json::Value::Null;
         let shown = lines(&Screen::of(&history, &[]), 80, 24);
         assert!(shown[0].ends_with("no status.json"), "{shown:#?}");
+    }
+
+    #[test]
+    fn a_long_directory_hides_neither_the_state_nor_why_a_run_failed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut history = history(dir.path());
+        history.status = Some(Status {
+            failure: Some(format!(
+                "step 11: gradient norm is NaN; {}",
+                "look ".repeat(40)
+            )),
+            ..status(State::Failed)
+        });
+        let mut screen = Screen::of(&history, &[]);
+        screen.title = format!("{}/the-run  Llama 1 B on cpu", "directory/".repeat(20));
+        let shown = lines(&screen, 80, 24);
+        assert!(shown[0].starts_with('…'), "{shown:#?}");
+        let parts = ["/the-run  Llama 1 B on cpu  failed: step 11: gradient norm"];
+        assert!(
+            parts.iter().all(|part| shown[0].contains(part)),
+            "{shown:#?}"
+        );
+        let told = shown[8..15].join("");
+        assert_eq!(told.matches("look").count(), 40, "{shown:#?}");
+        history.status = Some(Status {
+            total_steps: 40,
+            ..status(State::Finished)
+        });
+        let shown = lines(&Screen::of(&history, &[]), 80, 24);
+        assert!(
+            shown[0].ends_with("  finished: early stopping"),
+            "{shown:#?}"
+        );
     }
 
     #[test]
