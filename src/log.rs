@@ -271,7 +271,7 @@ impl Shown {
         }
         if let (Some(prompt), Some(sample)) = (&line.prompt, &line.sample) {
             // Indented by four, Markdown leaves a text as it is.
-            let quoted = format!("{prompt}⟶{sample}").replace('\n', "\n    ");
+            let quoted = format!("{prompt}⟶{sample}").replace(['\n', '\r'], "\n    ");
             result = result.and(events.text(step, "samples", &format!("    {quoted}")));
         }
         if let Err(error) = result {

@@ -264,6 +264,61 @@ fn tensorboard_sees_each_step_once_after_a_resume() {
     assert!(text.contains("\nlearning_rate = 0.01\n"), "{text}");
 }
 
+/// (step, tag, plugin, text) of the texts of event files.
+fn texts(paths: &[PathBuf]) -> Vec<(u64, String, String, String)> {
+    let mut texts = Vec::new();
+    for path in paths {
+        let bytes = std::fs::read(path).unwrap();
+        let mut rest = &bytes[..];
+        while rest.len() > 12 {
+            let length = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
+            let event = &rest[12..12 + length];
+            let step = u64::from_le_bytes(field(event, 2).unwrap().try_into().unwrap());
+            for (_, value) in fields(&field(event, 5).unwrap_or_default()) {
+                let text = |bytes: Option<Vec<u8>>| String::from_utf8(bytes.unwrap()).unwrap();
+                if let Some(tensor) = field(&value, 8) {
+                    let about = field(&field(&value, 9).unwrap(), 1).unwrap();
+                    let plugin = text(field(&about, 1));
+                    texts.push((
+                        step,
+                        text(field(&value, 1)),
+                        plugin,
+                        text(field(&tensor, 8)),
+                    ));
+                }
+            }
+            rest = &rest[16 + length..];
+        }
+    }
+    texts
+}
+
+#[test]
+fn samples_are_texts_of_tensorboard() {
+    let place = Place::new();
+    place.succeeds(
+        "train --quickstart log --set data.seq_len=32 --set train.micro_batch=1 \
+         --set train.warmup_steps=0 --set train.steps=2 --set train.eval_every=0 \
+         --set checkpoint.every=0 --set log.sample_every=1 --set log.sample_tokens=4 \
+         --set log.sample_prompts=[\"In\\nthe\",\"And\"]",
+    );
+    let samples = place.read("log/samples.jsonl");
+    let told = samples.lines().map(|line| {
+        let line: Value = serde_json::from_str(line).unwrap();
+        let text = |key: &str| line[key].as_str().unwrap();
+        // As Markdown leaves it alone.
+        let shown = format!("{}⟶{}", text("prompt"), text("sample"));
+        let shown = format!("    {}", shown.replace(['\n', '\r'], "\n    "));
+        let step = line["step"].as_u64().unwrap();
+        (step, "samples".to_string(), "text".to_string(), shown)
+    });
+    let told: Vec<_> = told.collect();
+    assert_eq!(told.len(), 4);
+    let texts = texts(&place.event_files()).into_iter();
+    let texts: Vec<_> = texts.filter(|(_, tag, ..)| tag == "samples").collect();
+    assert_eq!(texts, told);
+}
+
 #[test]
 fn a_run_from_the_beginning_has_event_files_of_its_own() {
     let place = Place::new();
