@@ -113,6 +113,21 @@ fn samples_change_no_step_and_are_the_same_after_a_resume() {
     assert_eq!(resumed.steps(), plain.steps());
 }
 
+/// An evaluation waits for the updates that would run under the next step: the step after it has
+/// none, and a mean over such steps says that AdamW takes less than it does.
+#[test]
+fn steps_after_an_evaluation_or_a_sample_are_not_compared_with_the_plan() {
+    for (sets, compared) in [
+        (&["train.eval_every=0"][..], 4),
+        (&["train.eval_every=2"], 2),
+        (&["train.eval_every=4", "log.sample_every=3"], 2),
+    ] {
+        let said = Room::new().train_to_end(sets, &[]);
+        let told = format!("seconds a step (mean of {compared} after the first 2):");
+        assert!(said.contains(&told), "{sets:?}: {said}");
+    }
+}
+
 #[test]
 fn without_prompts_the_beginning_of_the_data_is_continued_and_0_is_greedy() {
     let room = Room::new();

@@ -1,5 +1,7 @@
 //! Charts of a run: curves over steps, what tiers hold, seconds of a step, stalls.
 
+use std::collections::BTreeSet;
+
 use serde_json::Value;
 
 use super::history::{History, Row, Spread};
@@ -171,11 +173,22 @@ pub(super) fn tiers(history: &History) -> Option<BarChart> {
     })
 }
 
-/// Steps after the warm-up, joined.
+/// Steps after the warm-up, joined. One that follows an evaluation or a sample is left out where it
+/// is told apart: updates that run under the next step were waited for before it.
 pub(super) fn settled(history: &History) -> Option<Row> {
-    let late = history.rows.iter().filter(|row| row.step > WARM_UP);
-    let late = late.copied().reduce(|sum, row| sum.join(&row));
-    late.or_else(|| history.total())
+    let evaluations = history.evaluations.iter().map(|(step, _)| *step);
+    let samples = history.samples.iter().map(|sample| sample.step);
+    let stops: BTreeSet<u64> = evaluations.chain(samples).collect();
+    let is_whole = |row: &&Row| row.count > 1 || !stops.contains(&(row.step.saturating_sub(1)));
+    let late = || history.rows.iter().filter(|row| row.step > WARM_UP);
+    let joined = |rows: &mut dyn Iterator<Item = &Row>| {
+        let rows = rows.copied();
+        rows.reduce(|sum, row| sum.join(&row))
+    };
+    let whole = joined(&mut late().filter(is_whole));
+    whole
+        .or_else(|| joined(&mut late()))
+        .or_else(|| history.total())
 }
 
 /// Name, predicted and measured seconds a step of each lane.

@@ -1,11 +1,12 @@
 //! `terrace train`.
 
+use std::cell::Cell;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -362,9 +363,8 @@ fn steps(
     entropy: Option<f64>,
     signal: &AtomicI32,
 ) -> Result<()> {
-    let total = trainer.run().total_steps;
-    let shared_cores = trainer.engine().plan().device.card.is_none();
-    let console = Console::new(total, trainer.steps_done(), prediction, shared_cores);
+    let (total, first) = (trainer.run().total_steps, trainer.steps_done());
+    let console = Console::new(trainer, prediction);
     if let Some(entropy) = entropy {
         console.line(&format!(
             "unigram entropy of the held-out text: {entropy:.4} nats"
@@ -385,25 +385,32 @@ fn steps(
         );
         console.line(&format!("nothing to do: {done} steps are done, {why}"))?;
     }
+    // An evaluation or a sample waits for the updates that would run under the next step.
+    let mut is_whole = true;
     while is_left(trainer) && signal.load(Ordering::Relaxed) == 0 {
         let report = trainer.step()?;
         console.step(&report)?;
         console.spike(&report)?;
-        comparison.add(&report);
+        if is_whole {
+            comparison.add(&report);
+        }
+        is_whole = true;
         console.news(trainer)?;
         // First, so that its line is there whenever the commit is.
         if trainer.evaluation_is_due() || report.step == total {
             evaluate(trainer, &console)?;
+            is_whole = trainer.run().eval.is_empty();
         }
         // Who sends a signal wants the run to end, not to talk.
         if trainer.samples_are_due() && signal.load(Ordering::Relaxed) == 0 {
             sample(trainer, &console)?;
+            is_whole = false;
         }
         if trainer.commit_is_due() {
             trainer.commit()?;
         }
     }
-    if trainer.stops_early() && trainer.steps_done() < total {
+    if trainer.stops_early() && trainer.steps_done() < total && trainer.steps_done() > first {
         console.line("early stopping: train.early_stopping_patience is used up")?;
     }
     if signal.load(Ordering::Relaxed) != 0 {
@@ -450,11 +457,21 @@ struct Console {
     started: Instant,
     first: u64,
     light_seconds: f64,
+    /// Executed a step, recomputation too.
     flops: f64,
+    parameters: f64,
+    /// When a step was last printed, where there is no bar.
+    said: Cell<Option<Instant>>,
 }
 
+/// Longest time without a line of a step, for logs that are read while they grow.
+const SILENT_MAX: Duration = Duration::from_secs(60);
+
 impl Console {
-    fn new(total: u64, done: u64, prediction: &Prediction, shared_cores: bool) -> Console {
+    fn new(trainer: &mut Trainer, prediction: &Prediction) -> Console {
+        let (total, done) = (trainer.run().total_steps, trainer.steps_done());
+        let parameters = trainer.run().spec.parameters();
+        let shared_cores = trainer.engine().plan().device.card.is_none();
         let terminal = std::io::stderr().is_terminal();
         let bar = if terminal {
             ProgressBar::new(total)
@@ -475,6 +492,8 @@ impl Console {
             first: done,
             light_seconds,
             flops,
+            parameters: parameters as f64,
+            said: Cell::new(None),
         }
     }
 
@@ -517,12 +536,14 @@ impl Console {
 
     fn step(&self, report: &StepReport) -> Result<()> {
         let message = format!(
-            "loss {:.4} norm {:.3} lr {:.2e} {:.0} tok/s {:.3} TFLOPS {:.0} % of light time",
+            "loss {:.4} norm {:.3} lr {:.2e} {:.0} tok/s {:.3} TFLOPS ({:.3} of 6 N) {:.0} % of \
+             light time",
             report.loss,
             report.grad_norm,
             report.learning_rate,
             report.tokens_per_second(),
             self.flops / report.step_seconds / 1e12,
+            6.0 * self.parameters * report.tokens_per_second() / 1e12,
             100.0 * self.light_seconds / report.step_seconds,
         );
         if self.terminal {
@@ -530,9 +551,13 @@ impl Console {
             self.bar.set_position(report.step);
             return Ok(());
         }
-        // Every step of a short run; about a hundred lines of a long one.
+        // Every step of a short run; about a hundred lines of a long one, and no silence that would
+        // look like a run that stands still.
         let every = (self.total / 100).max(1);
-        if report.step.is_multiple_of(every) || report.step == self.total {
+        let is_due = report.step.is_multiple_of(every) || report.step == self.total;
+        let silent = self.said.get().is_none_or(|at| at.elapsed() >= SILENT_MAX);
+        if is_due || silent {
+            self.said.set(Some(Instant::now()));
             let done = (report.step - self.first) as f64;
             let left = (self.total - report.step) as f64;
             let left_seconds = self.started.elapsed().as_secs_f64() / done * left;
