@@ -838,6 +838,22 @@ fn warm_up_in_steps_beats_a_share_of_them_in_any_order() {
 }
 
 #[test]
+fn the_least_rate_of_a_cosine_is_taken_over() {
+    let cosine = "lr_scheduler_type: cosine_with_min_lr";
+    for (rate, kwargs, least) in [
+        ("1e-4", "min_lr: 1e-6", 1e-6),
+        ("2e-4", "min_lr_rate: 0.5", 1e-4),
+    ] {
+        let rate = format!("learning_rate: {rate}");
+        let kwargs = format!("lr_scheduler_kwargs:\n  {kwargs}");
+        let (config, lines) = imported(&[cosine, &kwargs, &rate]);
+        assert_eq!(config.train.min_learning_rate, least);
+        assert_eq!(config.train.schedule, RateSchedule::Cosine);
+        assert_eq!(lines, [""; 0]);
+    }
+}
+
+#[test]
 fn when_the_other_program_saves_and_evaluates_is_taken_over_or_told() {
     let (config, lines) = imported(&[
         "max_steps: 200",

@@ -6,11 +6,13 @@
 //! - YAML is read as a tree of plain values; aliases are refused. Nothing is looked up: a path or a
 //!   name of a model stays what it is.
 
+mod trainer;
 mod yaml;
 
 use super::RunConfig;
 use super::parse::{defaults_of, tables};
 use crate::error::{Error, Result, printable};
+use trainer::{eval_steps, eval_strategy, load_best, report_to, save_strategy, save_total_limit};
 use yaml::{Entry, entries};
 
 const WHAT: &str = "import";
@@ -101,6 +103,11 @@ const LLAMA_FACTORY: &[(&str, To)] = &[
     ("num_train_epochs", By(epochs)),
     ("max_steps", By(steps)),
     ("lr_scheduler_type", By(schedule)),
+    (
+        "lr_scheduler_kwargs.min_lr",
+        Plain("train.min_learning_rate"),
+    ),
+    ("lr_scheduler_kwargs.min_lr_rate", By(min_lr_rate)),
     ("warmup_steps", By(warmup)),
     ("warmup_ratio", By(warmup_ratio)),
     ("weight_decay", Plain("train.weight_decay")),
@@ -466,7 +473,7 @@ fn steps(import: &mut Import, entry: &Entry) {
 
 fn schedule(import: &mut Import, entry: &Entry) {
     let name = match entry.first().as_str() {
-        "cosine" => "cosine",
+        "cosine" | "cosine_with_min_lr" => "cosine",
         "linear" => "linear",
         "constant" | "constant_with_warmup" => "constant",
         "warmup_stable_decay" => "wsd",
@@ -475,6 +482,17 @@ fn schedule(import: &mut Import, entry: &Entry) {
         }
     };
     import.set("train.schedule", quoted(name));
+}
+
+/// A share of the learning rate, of which the Trainer has 5e-5.
+fn min_lr_rate(import: &mut Import, entry: &Entry) {
+    let rate = import.named("learning_rate").map(Entry::number);
+    match (entry.number(), rate.unwrap_or(Some(5e-5))) {
+        (Some(share), Some(rate)) => {
+            import.set("train.min_learning_rate", format!("{:?}", share * rate));
+        }
+        _ => import.line(entry, "is no number and is left out"),
+    }
 }
 
 fn warmup(import: &mut Import, entry: &Entry) {
@@ -490,92 +508,6 @@ fn warmup_ratio(import: &mut Import, entry: &Entry) {
     let is_zero = entry.number() == Some(0.0);
     if !is_zero && steps.is_none_or(|steps| steps <= 0.0) {
         import.steps_of(entry, "train.warmup_steps");
-    }
-}
-
-/// When the Trainer evaluates, where the file says.
-fn evaluates(import: &Import) -> Option<String> {
-    let named = import.named("eval_strategy");
-    named
-        .or(import.named("evaluation_strategy"))
-        .map(Entry::first)
-}
-
-fn is_no(text: &str) -> bool {
-    ["no", "false", "False"].contains(&text)
-}
-
-fn eval_steps(import: &mut Import, entry: &Entry) {
-    // The Trainer looks at it under "steps" alone.
-    let by_steps = evaluates(import).is_none_or(|by| by == "steps");
-    if by_steps {
-        import.steps_of(entry, "train.eval_every");
-    }
-}
-
-fn eval_strategy(import: &mut Import, entry: &Entry) {
-    match entry.first().as_str() {
-        // The Trainer then takes logging_steps, of which it has 500.
-        "steps" if import.named("eval_steps").is_none() => {
-            match import.named("logging_steps").cloned() {
-                Some(logging) => import.steps_of(&logging, "train.eval_every"),
-                None => import.set("train.eval_every", "500".to_string()),
-            }
-        }
-        "steps" => {}
-        no if is_no(no) => {}
-        _ => import.line(
-            entry,
-            "is not by steps: set train.eval_every, which counts them",
-        ),
-    }
-}
-
-fn save_strategy(import: &mut Import, entry: &Entry) {
-    match entry.first().as_str() {
-        "steps" => {}
-        no if is_no(no) => import.line(
-            entry,
-            "is not taken over, since a run is exported from its last commit: checkpoint.every \
-             counts the steps between commits, and one is made at the end",
-        ),
-        _ => import.line(
-            entry,
-            "is not by steps: set checkpoint.every, which counts them",
-        ),
-    }
-}
-
-fn save_total_limit(import: &mut Import, entry: &Entry) {
-    match entry.number() {
-        Some(limit) if (1.0..=31.0).contains(&limit) => {
-            import.set("checkpoint.keep", number(&entry.first()));
-        }
-        _ => import.line(
-            entry,
-            "is not 1 to 31, as checkpoint.keep has to be: 2 are kept",
-        ),
-    }
-}
-
-fn load_best(import: &mut Import, entry: &Entry) {
-    if entry.is_true() {
-        import.set("checkpoint.keep_best", "true".to_string());
-    }
-}
-
-fn report_to(import: &mut Import, entry: &Entry) {
-    let names = entry.values.iter().flat_map(|value| value.split(','));
-    let names: Vec<String> = names.map(|name| name.trim().to_lowercase()).collect();
-    if names.iter().all(|name| name == "none") {
-        return import.set("log.tensorboard", "false".to_string());
-    }
-    let ours = |name: &String| ["tensorboard", "all", "none"].contains(&name.as_str());
-    if !names.iter().all(ours) {
-        import.line(
-            entry,
-            "is not written to: TensorBoard's event files, metrics.jsonl and report.html are",
-        );
     }
 }
 
