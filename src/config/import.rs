@@ -288,8 +288,8 @@ impl Import {
 
     /// Leaves out what needs evaluations where there are none.
     fn look_at_evaluations(&mut self) {
-        let data = self.has("data.eval") || self.has("data.eval_split");
-        let evaluates = data && self.has("train.eval_every");
+        let has_rows = self.has("data.eval") || self.has("data.eval_split");
+        let evaluates = has_rows && self.has("train.eval_every");
         for (key, path) in [
             ("checkpoint.keep_best", "load_best_model_at_end"),
             ("train.early_stopping_patience", "early_stopping_steps"),
