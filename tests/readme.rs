@@ -25,6 +25,16 @@ const STANDS_FOR: &[(&str, &str)] = &[
         "terrace train run.toml --resume --set train.steps=6",
     ),
     ("--set train.steps=20", "--set train.steps=5"),
+    ("--device cuda:0", "--device cpu --set model.init=random"),
+    (
+        "model.path=SmolLM2-135M-Instruct",
+        "model.path=runs/quickstart/model",
+    ),
+    ("data.seq_len=1024", "data.seq_len=64"),
+    ("--set train.steps=300", "--set train.steps=4"),
+    ("--set train.micro_batch=8", "--set train.micro_batch=2"),
+    ("train.warmup_steps=20", "train.warmup_steps=1"),
+    ("train.eval_every=50", "train.eval_every=2"),
     (
         "import llama_factory.yaml -o run.toml",
         "import llama_factory.yaml -o imported.toml",
@@ -74,6 +84,11 @@ every = 2
 keep = 2
 [log]
 dir = "runs/terrace"
+"#;
+
+/// Rows as GSM8K has them.
+const GSM8K: &str = r#"{"question": "A hen lays 2 eggs a day. How many in 3 days?", "answer": "2 x 3 = 6\n#### 6"}
+{"question": "Of 9 apples 4 are red. How many are not?", "answer": "9 - 4 = 5\n#### 5"}
 "#;
 
 /// A full fine-tune in LLaMA-Factory's words.
@@ -129,9 +144,11 @@ fn every_command_of_the_readme_works() {
         "nightly.fio",
         "[job]\nfilename=nvme/bench\nrw=read\nbs=1m\nsize=8m\n",
     );
-    for folder in ["nvme/scratch", "backup"] {
+    for folder in ["nvme/scratch", "backup", "gsm8k"] {
         std::fs::create_dir_all(room.path().join(folder)).unwrap();
     }
+    write("gsm8k/train.jsonl", &GSM8K.repeat(8));
+    write("gsm8k/test.jsonl", GSM8K);
     let tools = Path::new(env!("CARGO_BIN_EXE_terrace")).parent().unwrap();
     let path = format!("{}:{}", tools.display(), std::env::var("PATH").unwrap());
     let mut used = vec![false; STANDS_FOR.len()];

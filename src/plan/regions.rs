@@ -83,6 +83,13 @@ impl Cutter {
         (weights, gradients)
     }
 
+    /// Workspaces that are kept, the lean ones first.
+    fn cut_kept(&mut self, shape: &DeviceShape, workspace: &BlockWorkspace) -> Vec<u64> {
+        let mut kept = self.cut_all(shape.lean, workspace.lean_bytes);
+        kept.extend(self.cut_all(shape.kept - shape.lean, workspace.bytes));
+        kept
+    }
+
     /// f32 accumulators of the head and the embed tile of that many elements. Tied, both are full
     /// until the end of backward; else the head's is done before the embed's begins: one region.
     fn cut_accumulators(&mut self, (head, embed): (u64, u64), tied: bool) -> (u64, u64) {
@@ -394,8 +401,7 @@ impl DeviceMap {
         let (weight_homes, parked) = cutter.cut_homes(&shape, tiles);
         cutter.part(HOMES);
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
-        let mut kept = cutter.cut_all(shape.lean, workspace.lean_bytes);
-        kept.extend(cutter.cut_all(shape.kept - shape.lean, workspace.bytes));
+        let kept = cutter.cut_kept(&shape, &workspace);
         cutter.part("kept activations");
 
         let rope = cutter.cut(shape.seq_len * spec.head_dim * F32);

@@ -359,16 +359,7 @@ impl Shared {
                 self.block
                     .backward(device, map, used, map.anchor(last, micro), accumulator);
             }
-            Action::EmbedBackward { micro: index } => {
-                let order = &pass.data.sorted[index as usize];
-                // The tensor, without the padding at the tile's end.
-                let accumulator = View {
-                    count: self.tiers.layout(0).tensors[0].count,
-                    ..self.accumulator(0, Accumulator::Embed)
-                };
-                let dy = map.anchor(last, index);
-                layer::embed_backward(device, micro(index), order, self.hidden, dy, accumulator);
-            }
+            Action::EmbedBackward { micro } => self.embed_backward(pass, micro),
             Action::Finish { layer, accumulator } => {
                 return Ok(Some(self.finish(layer, accumulator)));
             }
@@ -380,6 +371,21 @@ impl Shared {
             other => unreachable!("{other:?} is not an action of the compute lane"),
         }
         Ok(None)
+    }
+
+    fn embed_backward(&self, pass: &Pass, index: u32) {
+        let (micro, order) = (
+            &pass.data.micros[index as usize],
+            &pass.data.sorted[index as usize],
+        );
+        // The tensor, without the padding at the tile's end.
+        let accumulator = View {
+            count: self.tiers.layout(0).tensors[0].count,
+            ..self.accumulator(0, Accumulator::Embed)
+        };
+        let dy = self.plan.map.anchor(self.plan.layer_count() - 1, index);
+        let device = &self.tiers.device;
+        layer::embed_backward(device, micro, order, self.hidden, dy, accumulator);
     }
 
     fn head_use<'a>(&self, pass: &'a Pass, micro: u32, x: u64) -> (&HeadTemplate, HeadUse<'a>) {
