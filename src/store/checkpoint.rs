@@ -17,7 +17,7 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 
-use super::codec::LEVEL_MAX;
+use super::codec::{self, LEVEL_MAX};
 use super::commit;
 use super::directory;
 use super::disk::{self, Disk, Probe};
@@ -323,7 +323,7 @@ impl CheckpointStore {
     pub fn set_zstd(&mut self, level: u64) -> Result<()> {
         assert!(level <= LEVEL_MAX, "zstd level {level}");
         if level > 0 {
-            let started = self.workers.start();
+            let started = codec::start(&self.workers, self.engine.handle());
             started.map_err(|e| Error::io("start a thread for", &self.path, e))?;
         }
         self.zstd = level as i32;

@@ -7,17 +7,16 @@
 //!   itself takes no memory.
 //! - The same payload, level and version of zstd give the same bytes.
 //!
-//! Threads around it are [`Workers`]; checksums are taken of the stored form, by `engine`.
+//! Threads around it are `workers`'; checksums are taken of the stored form, by `engine`.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
-use std::thread::JoinHandle;
 
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::Sender;
 
 use super::engine::{Handle, Order};
 use super::format::Stored;
 use super::reader::{Outcome, Tag};
+use super::workers::Workers;
 use crate::tile::{EXTENT_BYTES_MAX, PAGE_BYTES};
 
 /// Highest level of zstd that is offered: those above take far more memory.
@@ -163,75 +162,15 @@ pub(super) enum Job {
         decoding: Decoding,
         reply: Sender<Outcome>,
     },
-    /// End one thread.
-    End,
 }
 
-/// Threads that code beside the disk's thread, started when there is something to code. Jobs that
-/// wait hold slabs, and slabs are few.
-pub(super) struct Workers {
-    jobs: Sender<Job>,
-    work: Receiver<Job>,
-    disk: Handle<Tag>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
-}
-
-impl Workers {
-    /// What [`Workers::new`] takes: its sending side is for the disk's thread.
-    pub(super) fn channel() -> (Sender<Job>, Receiver<Job>) {
-        // Unbounded: the disk's thread must never wait for a coder that waits for the disk.
-        crossbeam_channel::unbounded()
-    }
-
-    pub(super) fn new((jobs, work): (Sender<Job>, Receiver<Job>), disk: &Handle<Tag>) -> Workers {
-        Workers {
-            jobs,
-            work,
-            disk: disk.clone(),
-            threads: Mutex::default(),
-        }
-    }
-
-    /// Starts the threads if they are not there.
-    pub(super) fn start(&self) -> io::Result<()> {
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = std::thread::available_parallelism().map_or(1, usize::from);
-        while threads.len() < count.min(THREADS_MAX) {
-            let (work, disk, mut coder) = (self.work.clone(), self.disk.clone(), Coder::new()?);
-            let thread = std::thread::Builder::new()
-                .name(format!("terrace-zstd-{}", threads.len()))
-                .spawn(move || {
-                    for job in work {
-                        if matches!(job, Job::End) {
-                            return;
-                        }
-                        work_on(job, &disk, &mut coder);
-                    }
-                })?;
-            threads.push(thread);
-        }
-        Ok(())
-    }
-
-    /// Hands a job over; [`Workers::start`] came before.
-    pub(super) fn submit(&self, job: Job) {
-        self.jobs.send(job).expect("the receiving side is kept too");
-    }
-}
-
-impl Drop for Workers {
-    fn drop(&mut self) {
-        let threads = self
-            .threads
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
-        for _ in &*threads {
-            self.jobs.send(Job::End).ok();
-        }
-        for thread in threads.drain(..) {
-            thread.join().ok();
-        }
-    }
+/// Starts the threads of a store if they are not there.
+pub(super) fn start(workers: &Workers<Job>, disk: &Handle<Tag>) -> io::Result<()> {
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    workers.start(count.min(THREADS_MAX), || {
+        let (disk, mut coder) = (disk.clone(), Coder::new()?);
+        Ok(move |job| work_on(job, &disk, &mut coder))
+    })
 }
 
 fn work_on(job: Job, disk: &Handle<Tag>, coder: &mut Coder) {
@@ -276,7 +215,6 @@ fn work_on(job: Job, disk: &Handle<Tag>, coder: &mut Coder) {
             }
             reply.send(outcome).ok();
         }
-        Job::End => {}
     }
 }
 

@@ -33,6 +33,7 @@ mod sys;
 #[allow(unsafe_code, reason = "the kernel reads and writes slabs in flight")]
 mod uring;
 mod watchdog;
+mod workers;
 
 use std::fmt;
 

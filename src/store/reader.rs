@@ -18,13 +18,14 @@ use std::time::Duration;
 use crossbeam_channel::Sender;
 
 use super::checkpoint::{FILE_NAME, LOCK_NAME};
-use super::codec::{Decoding, Job, Workers};
+use super::codec::{self, Decoding, Job};
 use super::directory::{self, Shared};
 use super::disk::{self, Direction, Disk};
 use super::engine::{Counters, Done, Engine, Order};
 use super::format::{Manifest, Region, Stored, Superblock};
 use super::mutant::{self, Mutant};
 use super::recover::{Copy, Found, Lost, Recovery};
+use super::workers::Workers;
 use super::{ExtentKey, ExtentTable, Say, sys};
 use crate::error::{Error, Result};
 use crate::host::{HostArena, Lease, Ring};
@@ -74,7 +75,7 @@ pub(super) struct Outcome {
 pub struct Reader {
     pub(super) path: PathBuf,
     /// Before the engine, whose thread ends after theirs.
-    pub(super) workers: Workers,
+    pub(super) workers: Workers<Job>,
     pub(super) engine: Engine<Tag>,
     pub(super) ring: Ring,
     pub(super) superblock: Superblock,
@@ -109,7 +110,7 @@ pub struct Recheck {
 impl Reader {
     pub(super) fn new(
         path: &Path,
-        (workers, engine): (Workers, Engine<Tag>),
+        (workers, engine): (Workers<Job>, Engine<Tag>),
         ring: Ring,
         found: Found,
     ) -> Reader {
@@ -441,7 +442,7 @@ impl Reader {
         assert!(slab.len() >= slot, "{slab:?} holds less than {slot} bytes");
         let mut tag = Tag::new(index, reply);
         if let Stored::Zstd { bytes } = manifest.stored[index] {
-            let started = self.workers.start();
+            let started = codec::start(&self.workers, self.engine.handle());
             started.map_err(|e| Error::io("start a thread for", &self.path, e))?;
             tag.decoding = Some(Decoding {
                 stored: bytes as usize,
@@ -539,9 +540,9 @@ pub(super) fn stopped() -> Error {
 }
 
 /// The threads of a store on `disk`.
-pub(super) fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<(Workers, Engine<Tag>)> {
-    let (jobs, work) = Workers::channel();
-    let decoder = jobs.clone();
+pub(super) fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<(Workers<Job>, Engine<Tag>)> {
+    let workers = Workers::new();
+    let decoder = workers.jobs();
     let settle = move |done: Done<Tag>| {
         let Tag {
             number,
@@ -563,7 +564,7 @@ pub(super) fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<(Workers, Engine
                     decoding,
                     reply,
                 };
-                decoder.send(job).ok();
+                decoder.send(Some(job)).ok();
             }
             // Whoever dropped the receiver wants no answer.
             _ => {
@@ -573,7 +574,7 @@ pub(super) fn spawn(path: &Path, disk: Box<dyn Disk>) -> Result<(Workers, Engine
     };
     let engine =
         Engine::spawn(path, disk, settle).map_err(|e| Error::io("start a thread for", path, e))?;
-    Ok((Workers::new((jobs, work), engine.handle()), engine))
+    Ok((workers, engine))
 }
 
 /// Slabs of the store's own: at most 16 MiB, beside the host tier's budget.
