@@ -123,6 +123,11 @@ impl Section {
         }
     }
 
+    /// Whether it is one of AdamW's moments.
+    pub fn is_moment(self) -> bool {
+        matches!(self, Section::Moment1 | Section::Moment2)
+    }
+
     /// Those present under `precision`, in order.
     pub fn present(precision: Precision) -> impl Iterator<Item = Section> {
         Section::ALL

@@ -79,6 +79,10 @@ impl Tiers {
             store.is_some(),
             "a store exactly when something is spilled"
         );
+        let stats = Arc::new(stats);
+        if let Some(store) = &store {
+            store.count_into(&stats);
+        }
         let commit_ring = (plan.host.commit_slabs > 0).then(|| {
             let slabs = usize::try_from(plan.host.commit_slabs).expect("slabs are capped");
             cutter.cut_ring(slabs, plan.host.slab_bytes)
@@ -115,7 +119,7 @@ impl Tiers {
             ring,
             commit_ring,
             store,
-            stats: Arc::new(stats),
+            stats,
             poison: false,
             precision: plan.precision,
             layouts: plan.tiles.iter().map(|tile| tile.layout.clone()).collect(),
@@ -212,7 +216,7 @@ impl Tiers {
         slab: Lease,
         reply: &Sender<Completion>,
     ) -> Result<()> {
-        self.submit(Direction::Read, Hop::Read, key, slab, reply)
+        self.submit(Direction::Read, key, slab, reply)
     }
 
     /// Starts the write of an extent from a slab.
@@ -222,19 +226,17 @@ impl Tiers {
         slab: Lease,
         reply: &Sender<Completion>,
     ) -> Result<()> {
-        self.submit(Direction::Write, Hop::Write, key, slab, reply)
+        self.submit(Direction::Write, key, slab, reply)
     }
 
     fn submit(
         &self,
         kind: Direction,
-        hop: Hop,
         key: ExtentKey,
         slab: Lease,
         reply: &Sender<Completion>,
     ) -> Result<()> {
         let bytes = self.scratch().payload_bytes(key);
-        self.stats.crossed(hop, bytes as u64);
         self.scratch().submit(Request {
             kind,
             key,

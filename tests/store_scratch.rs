@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use crossbeam_channel::unbounded;
 use terrace::config::IoEngine;
 use terrace::host::{HostArena, Ring};
-use terrace::store::disk::Direction;
+use terrace::stats::Stats;
+use terrace::store::disk::{Direction, Disk, Finished, Operation, Waker};
 use terrace::store::sim::{Faults, SimDisk, mix};
 use terrace::store::{Completion, ExtentKey, Request, Scratch, StoredSection};
 use terrace::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, Section, TileId};
@@ -325,7 +326,7 @@ fn a_byte_changed_on_the_disk_is_found_and_named() {
 
 #[test]
 fn no_fault_of_the_simulated_disk_gives_wrong_bytes() {
-    let sections: Vec<StoredSection> = (0..20).map(|layer| section(layer, 2000, 4)).collect();
+    let sections: Vec<StoredSection> = (0..20).map(|layer| section(layer, 5000, 4)).collect();
     let ring = ring(3);
     let (mut checksums, mut errors, mut clean) = (0, 0, 0);
     for seed in 0..300 {
@@ -337,19 +338,20 @@ fn no_fault_of_the_simulated_disk_gives_wrong_bytes() {
             misdirected: 5,
             ..Faults::default()
         };
-        let disk = SimDisk::new(20 * 8192, faults);
-        let store = Scratch::on_disk(Box::new(disk), 20 * 8192, &sections).unwrap();
+        let disk = SimDisk::new(20 * 20_480, faults);
+        let mut store = Scratch::on_disk(Box::new(disk), 20 * 20_480, &sections).unwrap();
+        if seed % 2 == 1 {
+            store = with_coders(store);
+        }
         let mut outcome = Ok(());
         'run: for round in 1..=2 {
             for kind in [Direction::Write, Direction::Read] {
                 for key in keys(&sections) {
-                    let done = send(&store, &ring, kind, key, round).unwrap();
+                    let written = content(20_000, 4, seed, round);
+                    let done = exchange_one(&store, &ring, kind, key, &written).unwrap();
                     if done.result.is_err() {
                         outcome = done.result;
                         break 'run;
-                    }
-                    if kind == Direction::Read {
-                        assert_holds(&done, 8000, round);
                     }
                 }
             }
@@ -460,4 +462,252 @@ fn a_budget_or_a_disk_that_is_too_small_is_refused_at_the_start() {
     assert!(budget <= 16 << 20, "free bytes are named: {budget}");
     let said = said.expect("100 elements fit");
     assert!(said.contains("tmpfs: it takes host memory"), "{said}");
+}
+
+/// A store whose moments are coded, on two threads.
+fn with_coders(mut store: Scratch) -> Scratch {
+    let mut cutter = HostArena::take(2 * EXTENT_BYTES_MAX).unwrap();
+    let staging = (0..2).map(|_| cutter.cut(EXTENT_BYTES_MAX)).collect();
+    store.start_coders(staging).unwrap();
+    store
+}
+
+/// Small numbers as f32 or bf16, which shrink, in even rounds; in odd ones noise, which does not.
+fn content(bytes: usize, element_bytes: usize, seed: u64, round: u64) -> Vec<u8> {
+    let mut content = vec![0; bytes];
+    fill(&mut content, seed ^ round);
+    if round.is_multiple_of(2) {
+        for element in content.chunks_mut(element_bytes) {
+            let last = element.len() - 1;
+            element[last] = 0x38 | element[last] & 1;
+        }
+    }
+    content
+}
+
+fn exchange_one(
+    store: &Scratch,
+    ring: &Ring,
+    kind: Direction,
+    key: ExtentKey,
+    written: &[u8],
+) -> Result<Completion> {
+    let (reply, completions) = unbounded();
+    let mut slab = ring.take();
+    slab.as_mut_slice::<u8>().fill(0xee);
+    let bytes = store.payload_bytes(key);
+    if kind == Direction::Write {
+        slab.as_mut_slice::<u8>()[..bytes].copy_from_slice(written);
+    }
+    store.submit(Request {
+        kind,
+        key,
+        bytes,
+        slab,
+        reply,
+    })?;
+    let done = completions.recv().expect("every request is answered");
+    if kind == Direction::Read && done.result.is_ok() {
+        let (got, padding) = done.slab.as_slice::<u8>().split_at(bytes);
+        assert!(got == written, "{key} differs");
+        let padding = &padding[..bytes.next_multiple_of(4096) - bytes];
+        assert!(padding.iter().all(|byte| *byte == 0), "{key}: padding");
+    }
+    Ok(done)
+}
+
+#[test]
+fn coded_moments_come_back_and_move_fewer_bytes() {
+    let of = |layer, section, elements, element_bytes| StoredSection {
+        tile: TileId { layer, part: 0 },
+        section,
+        elements,
+        element_bytes,
+    };
+    let sections = [
+        of(0, Section::Moment1, 2 * EXTENT_ELEMENTS + 17, 4),
+        of(0, Section::Moment2, 50_001, 4),
+        of(1, Section::Moment1, EXTENT_ELEMENTS + 1, 2),
+        of(2, Section::Moment2, 1, 4),
+        // These stay as they are.
+        of(2, Section::Weight, 40_000, 2),
+        of(3, Section::Moment1, 40_000, 1),
+    ];
+    for engine in ENGINES {
+        let directory = tempfile::tempdir().unwrap();
+        let ring = ring_of(4, EXTENT_BYTES_MAX);
+        let Some(store) = create(directory.path(), engine, &sections, &ring) else {
+            continue;
+        };
+        let store = with_coders(store);
+        let stats = std::sync::Arc::new(Stats::new(false));
+        store.count_into(&stats);
+        let mut before = [0; 2];
+        for round in 1..=4 {
+            for kind in [Direction::Write, Direction::Read] {
+                for (section, key) in sections.iter().flat_map(|s| s.keys().map(move |k| (s, k))) {
+                    let bytes = store.payload_bytes(key);
+                    let width = section.element_bytes as usize;
+                    let written = content(bytes, width, seed(key, 0), round);
+                    let done = exchange_one(&store, &ring, kind, key, &written).unwrap();
+                    done.result.unwrap();
+                }
+            }
+            let counted = store.counters();
+            let moved = [counted.read.bytes, counted.write.bytes];
+            let all = store.table().bytes();
+            let shares = [0, 1].map(|way| (moved[way] - before[way]) as f64 / all as f64);
+            before = moved;
+            match round.is_multiple_of(2) {
+                true => assert!(shares.iter().all(|s| (0.7..0.8).contains(s)), "{shares:?}"),
+                false => assert_eq!(shares, [1.0; 2]),
+            }
+        }
+        let [.., read, write] = stats.snapshot().bytes;
+        assert_eq!(read, write);
+        let pages = 4096 * 4 * keys(&sections).len() as u64;
+        assert!(
+            read <= before[0] && read + pages > before[0],
+            "{read} {before:?}"
+        );
+        assert_eq!(ring.free_count(), 4, "every slab came back");
+    }
+}
+
+/// A byte that decoding would not notice, one that it would, and one of the padding: the checksum
+/// is what finds them.
+#[test]
+fn a_changed_byte_of_a_coded_extent_is_found_before_it_is_decoded() {
+    let sections = [section(3, 10_000, 4)];
+    let key = keys(&sections)[0];
+    let written = content(40_000, 4, 1, 2);
+    for at in [0, 29_999, 30_000, 30_001, 31_000] {
+        let ring = ring(2);
+        let disk = SimDisk::new(40_960, Faults::default());
+        let changes = Changes {
+            disk,
+            at,
+            changed: false,
+        };
+        let store = Scratch::on_disk(Box::new(changes), 40_960, &sections).unwrap();
+        let store = with_coders(store);
+        let done = exchange_one(&store, &ring, Direction::Write, key, &written).unwrap();
+        done.result.unwrap();
+        drop(done.slab);
+        let done = exchange_one(&store, &ring, Direction::Read, key, &written).unwrap();
+        let error = done.result.unwrap_err();
+        assert!(
+            matches!(error, Error::ExtentChecksum { .. }),
+            "{at}: {error}"
+        );
+        drop(done.slab);
+        let later = exchange_one(&store, &ring, Direction::Read, key, &written).unwrap_err();
+        assert!(matches!(later, Error::StoreFailed { .. }), "{later}");
+    }
+}
+
+/// A simulated disk that changes a byte of each read.
+struct Changes {
+    disk: SimDisk,
+    at: usize,
+    changed: bool,
+}
+
+impl Disk for Changes {
+    fn depth(&self) -> usize {
+        self.disk.depth()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.disk.in_flight()
+    }
+
+    fn start(&mut self, operation: Operation) {
+        self.disk.start(operation);
+    }
+
+    fn wait(&mut self, finished: &mut Vec<Finished>) {
+        self.disk.wait(finished);
+        for done in finished {
+            if done.operation.direction == Direction::Read && !self.changed {
+                done.operation.slab.as_mut_slice::<u8>()[self.at] ^= 4;
+                self.changed = true;
+            }
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.disk.flush()
+    }
+
+    fn waker(&self) -> Waker {
+        self.disk.waker()
+    }
+}
+
+/// Nobody knows how many bytes to read: asking is a mistake of the caller's.
+#[test]
+#[should_panic(expected = "tile 0.0 moment1 extent 0: its write is in flight")]
+fn a_coded_extent_cannot_be_read_while_its_write_is_in_flight() {
+    let sections = [section(0, EXTENT_ELEMENTS, 4)];
+    let key = keys(&sections)[0];
+    let ring = ring_of(4, EXTENT_BYTES_MAX);
+    let bytes = 4 << 20;
+    let disk = SimDisk::new(bytes, Faults::default());
+    let store = with_coders(Scratch::on_disk(Box::new(disk), bytes, &sections).unwrap());
+    // A write takes milliseconds, but this thread may have to wait for a core.
+    for _ in 0..100 {
+        let (reply, completions) = unbounded();
+        for kind in [Direction::Write, Direction::Read] {
+            store
+                .submit(Request {
+                    kind,
+                    key,
+                    bytes: bytes as usize,
+                    slab: ring.take(),
+                    reply: reply.clone(),
+                })
+                .unwrap();
+        }
+        drop(reply);
+        completions.into_iter().for_each(drop);
+    }
+}
+
+/// A store that is dropped lets what its coders have finish, and every slab comes back.
+#[test]
+fn a_store_with_coders_ends_with_requests_under_way() {
+    let sections: Vec<StoredSection> = (0..20).map(|layer| section(layer, 5000, 4)).collect();
+    for _ in 0..20 {
+        let ring = ring(40);
+        let disk = SimDisk::new(20 * 20_480, Faults::default());
+        let store = Scratch::on_disk(Box::new(disk), 20 * 20_480, &sections).unwrap();
+        let store = with_coders(store);
+        let (reply, completions) = unbounded();
+        for (key, kind) in keys(&sections)
+            .into_iter()
+            .map(|key| (key, Direction::Write))
+        {
+            let mut slab = ring.take();
+            slab.as_mut_slice::<u8>()[..20_000].copy_from_slice(&content(20_000, 4, 1, 2));
+            let (bytes, reply) = (20_000, reply.clone());
+            let request = Request {
+                kind,
+                key,
+                bytes,
+                slab,
+                reply,
+            };
+            store.submit(request).unwrap();
+        }
+        drop((store, reply));
+        assert_eq!(
+            completions
+                .into_iter()
+                .filter(|done| done.result.is_ok())
+                .count(),
+            20
+        );
+        assert_eq!(ring.free_count(), 40);
+    }
 }

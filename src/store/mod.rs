@@ -20,6 +20,7 @@ pub mod disk;
 mod engine;
 #[doc = include_str!("FORMAT.md")]
 pub mod format;
+pub mod moments;
 #[doc(hidden)]
 pub mod mutant;
 mod pool;

@@ -5,6 +5,9 @@
 //! - Extents are spread over the paths in proportion to their rates, or budgets.
 //! - Each write raises the extent's generation and keeps its checksum in memory; each read is
 //!   checked against it before anyone sees the bytes.
+//! - With coders, extents of moments are compressed on their way to the disk ([`super::moments`]),
+//!   on threads beside the disk's. Their slots keep their size, since an extent may turn
+//!   incompressible: what shrinks is the bytes that move.
 //! - The first failure of any I/O latches the store: outstanding and later requests are refused
 //!   with its text.
 //!
@@ -19,12 +22,16 @@ use std::time::Duration;
 use crossbeam_channel::Sender;
 
 use super::disk::{self, Direction, Disk};
-use super::engine::{Counters, Done, Engine, Order};
+use super::engine::{Counters, Done, Engine, Handle, Order};
+use super::moments::{self, MomentCoder};
 use super::mutant::{self, Mutant};
+use super::workers::{Jobs, Workers};
 use super::{ExtentKey, ExtentTable, Say, StoredSection, directory, sys};
 use crate::config::IoEngine;
 use crate::error::{Error, Result};
 use crate::host::{Lease, Span};
+use crate::stats::{Hop, Stats};
+use crate::tile::PAGE_BYTES;
 
 /// Name of the file in each path's directory, while it has one.
 pub const FILE_NAME: &str = "scratch.tiles";
@@ -65,6 +72,10 @@ struct Entry {
     /// Writes so far; 0: it was never written and its checksum means nothing.
     generation: u64,
     checksum: u128,
+    /// Its length there without padding, less than the payload's where it is coded.
+    stored: usize,
+    /// A write was handed to a coder and has not ended: until then nobody knows its length.
+    coding: bool,
 }
 
 /// A path of a scratch store.
@@ -89,17 +100,47 @@ struct Tag {
     index: usize,
     key: ExtentKey,
     reply: Sender<Completion>,
+    form: Form,
 }
 
-type Entries = Arc<Mutex<Vec<Entry>>>;
-type Failure = Arc<OnceLock<Error>>;
+/// How an extent is stored.
+#[derive(Clone, Copy)]
+struct Form {
+    /// Bytes on disk without padding; those of the payload where it is plain.
+    stored: usize,
+    payload: usize,
+    element_bytes: usize,
+}
+
+/// Work for a coder.
+enum Job {
+    /// Encode the order's slab, then hand it to the disk of that number.
+    Encode { order: Order<Tag>, path: u16 },
+    /// Decode the completion's slab, then answer.
+    Decode {
+        completion: Completion,
+        form: Form,
+        reply: Sender<Completion>,
+    },
+}
+
+/// What the disks' threads and the coders share with the store.
+#[derive(Default)]
+struct Shared {
+    entries: Mutex<Vec<Entry>>,
+    failure: OnceLock<Error>,
+    stats: OnceLock<Arc<Stats>>,
+}
 
 /// The scratch store.
 pub struct Scratch {
     table: ExtentTable,
     places: Vec<Place>,
-    entries: Entries,
-    failure: Failure,
+    shared: Arc<Shared>,
+    /// Moments are coded.
+    codes: bool,
+    /// Before the engines, whose threads end after theirs.
+    coders: Workers<Job>,
     engines: Vec<Engine<Tag>>,
     sentences: Vec<String>,
     /// Held until the engines are gone.
@@ -183,27 +224,53 @@ impl Scratch {
         sentences: Vec<String>,
         locks: Vec<File>,
     ) -> Result<Scratch> {
-        let entries: Entries = Arc::new(Mutex::new(vec![Entry::default(); table.count()]));
-        let failure = Failure::default();
+        let shared = Arc::new(Shared {
+            entries: Mutex::new(vec![Entry::default(); table.count()]),
+            ..Shared::default()
+        });
+        let coders = Workers::new();
         let mut engines = Vec::with_capacity(disks.len());
         for (path, disk) in disks {
-            let (entries, failure) = (entries.clone(), failure.clone());
-            let at = path.clone();
-            let engine = Engine::spawn(&path, disk, move |done| {
-                settle(done, &at, &entries, &failure)
-            })
-            .map_err(|e| Error::io("start a thread for", &path, e))?;
+            let (at, shared, jobs) = (path.clone(), shared.clone(), coders.jobs());
+            let engine = Engine::spawn(&path, disk, move |done| settle(done, &at, &shared, &jobs))
+                .map_err(|e| Error::io("start a thread for", &path, e))?;
             engines.push(engine);
         }
         Ok(Scratch {
             table,
             places,
-            entries,
-            failure,
+            shared,
+            codes: false,
+            coders,
             engines,
             sentences,
             _locks: locks,
         })
+    }
+
+    /// Compresses moments from here on, on a thread for each of `staging`, which hold an extent
+    /// each. Without any nothing changes. From then on a coded extent's requests must wait for its
+    /// last write's completion.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if no threads can be started.
+    pub fn start_coders(&mut self, staging: Vec<Lease>) -> Result<()> {
+        self.codes = !staging.is_empty();
+        let count = staging.len();
+        let mut staging = staging.into_iter();
+        let started = self.coders.start(count, || {
+            let buffer = staging.next().expect("one a thread");
+            let mut coder = MomentCoder::new(buffer)?;
+            let disks: Vec<Handle<Tag>> = self.engines.iter().map(|e| e.handle().clone()).collect();
+            let shared = self.shared.clone();
+            Ok(move |job| work_on(job, &mut coder, &disks, &shared))
+        });
+        started.map_err(|e| Error::io("start a thread for", "zstd".as_ref(), e))
+    }
+
+    /// Adds what disks move, without padding, to the counters of hops too.
+    pub fn count_into(&self, stats: &Arc<Stats>) {
+        self.shared.stats.set(stats.clone()).ok();
     }
 
     /// What to say once: engine, direct or buffered, file system of each path; then warnings.
@@ -229,7 +296,7 @@ impl Scratch {
     /// # Panics
     /// If the store has no such extent.
     pub fn generation(&self, key: ExtentKey) -> u64 {
-        locked(&self.entries)[self.index(key)].generation
+        self.shared.entries()[self.index(key)].generation
     }
 
     /// Hands a request over; waits while the queue of its path is full. Requests for one extent
@@ -239,7 +306,8 @@ impl Scratch {
     /// [`Error::StoreFailed`] after the first failure; the slab goes back to its ring.
     ///
     /// # Panics
-    /// If the store has no such extent, or `bytes` or the slab do not fit it.
+    /// If the store has no such extent, `bytes` or the slab do not fit it, or it is coded and a
+    /// write of it has not completed.
     pub fn submit(&self, request: Request) -> Result<()> {
         let index = self.index(request.key);
         let (payload, bytes) = (
@@ -253,34 +321,54 @@ impl Scratch {
             request.key,
             request.slab
         );
-        if let Some(first) = self.failure.get() {
+        if let Some(first) = self.shared.failure.get() {
             let first = first.to_string();
             return Err(Error::StoreFailed { first });
+        }
+        let element_bytes = self.table.element_bytes(index);
+        let coded = self.codes && moments::takes(request.key.section, element_bytes);
+        let mut stored = payload;
+        if coded {
+            let entry = &mut self.shared.entries()[index];
+            assert!(!entry.coding, "{}: its write is in flight", request.key);
+            match request.kind {
+                Direction::Read if entry.generation > 0 => stored = entry.stored,
+                Direction::Read => {}
+                Direction::Write => entry.coding = true,
+            }
         }
         let place = self.places[index];
         let order = Order {
             direction: request.kind,
             offset: place.offset,
-            payload,
-            bytes,
+            payload: stored,
+            bytes: stored.next_multiple_of(PAGE_BYTES as usize),
             slab: request.slab,
             key: Some(request.key),
             tag: Tag {
                 index,
                 key: request.key,
                 reply: request.reply,
+                form: Form {
+                    stored,
+                    payload,
+                    element_bytes: element_bytes as usize,
+                },
             },
         };
+        if coded && request.kind == Direction::Write {
+            let path = place.path;
+            self.coders.submit(Job::Encode { order, path });
+            return Ok(());
+        }
         self.engines[usize::from(place.path)]
             .submit(order)
-            .map_err(|_| Error::StoreFailed {
-                first: "the store's thread has ended".to_string(),
-            })
+            .map_err(|_| ended())
     }
 
     /// The first failure, whoever's request met it.
     pub fn failure(&self) -> Option<Error> {
-        self.failure.get().map(Error::again)
+        self.shared.failure.get().map(Error::again)
     }
 
     /// How long an operation may take before a line says it, zero is for ever, and where: without
@@ -303,8 +391,21 @@ impl Scratch {
     }
 }
 
-fn locked(entries: &Entries) -> MutexGuard<'_, Vec<Entry>> {
-    entries.lock().unwrap_or_else(PoisonError::into_inner)
+impl Shared {
+    fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Latches the first failure.
+    fn failed(&self, error: &Error) {
+        self.failure.get_or_init(|| error.again());
+    }
+}
+
+fn ended() -> Error {
+    Error::StoreFailed {
+        first: "the store's thread has ended".to_string(),
+    }
 }
 
 /// Spreads the extents: each goes to the path that is then least used in proportion to its rate, or
@@ -366,9 +467,49 @@ fn make_file(directory: &Path, bytes: u64, direct: bool) -> Result<File> {
     Ok(file)
 }
 
-/// On the store's thread: keeps or compares the checksum, latches, answers.
-fn settle(done: Done<Tag>, path: &Path, entries: &Entries, failure: &Failure) {
-    let Tag { index, key, reply } = done.tag;
+/// On the store's thread: latches, answers, or lets a coder answer.
+fn settle(mut done: Done<Tag>, path: &Path, shared: &Shared, jobs: &Jobs<Job>) {
+    let outcome = std::mem::replace(&mut done.result, Ok(()));
+    let result = match (judge(&done, outcome, path, shared), shared.failure.get()) {
+        // After a failed write its extent's next read would find what was there before.
+        (Ok(()), Some(first)) => {
+            let first = first.to_string();
+            Err(Error::StoreFailed { first })
+        }
+        (result, _) => result,
+    };
+    if let Err(error) = &result {
+        shared.failed(error);
+    }
+    let Tag {
+        key, reply, form, ..
+    } = done.tag;
+    let completion = Completion {
+        kind: done.direction,
+        key,
+        slab: done.slab,
+        result,
+    };
+    let coded = done.direction == Direction::Read && form.stored < form.payload;
+    if coded && completion.result.is_ok() {
+        // Without coders the store is being dropped, and nobody waits.
+        let job = Job::Decode {
+            completion,
+            form,
+            reply,
+        };
+        jobs.send(Some(job)).ok();
+        return;
+    }
+    // Whoever dropped the receiver wants no answer; the slab goes back to its ring.
+    reply.send(completion).ok();
+}
+
+/// Counts what moved, and keeps its checksum or compares it.
+fn judge(done: &Done<Tag>, outcome: io::Result<()>, path: &Path, shared: &Shared) -> Result<()> {
+    let Tag {
+        index, key, form, ..
+    } = done.tag;
     let failed = |source| Error::TileIo {
         action: done.direction.verb(),
         path: path.to_path_buf(),
@@ -379,54 +520,72 @@ fn settle(done: Done<Tag>, path: &Path, entries: &Entries, failure: &Failure) {
         free: sys::free_bytes(path),
         source,
     };
-    let result = match (done.result, done.direction) {
-        (Err(source), _) => Err(failed(source)),
-        (Ok(()), Direction::Write) => {
-            let entry = &mut locked(entries)[index];
-            entry.generation += 1;
-            entry.checksum = done.checksum;
-            Ok(())
-        }
-        (Ok(()), Direction::Read) => {
-            let entry = locked(entries)[index];
-            if entry.generation == 0 {
-                Err(failed(io::Error::new(
-                    io::ErrorKind::NotFound,
-                    "the extent was never written",
-                )))
-            } else if entry.checksum != done.checksum && !mutant::is(Mutant::ChecksumUnchecked) {
-                Err(Error::ExtentChecksum {
-                    path: path.to_path_buf(),
-                    tile: key.place(),
-                    extent: key.extent,
-                    offset: done.offset,
-                    expected: entry.checksum,
-                    got: done.checksum,
-                })
-            } else {
-                Ok(())
+    outcome.map_err(failed)?;
+    let hop = match done.direction {
+        Direction::Read => Hop::Read,
+        Direction::Write => Hop::Write,
+    };
+    if let Some(stats) = shared.stats.get() {
+        stats.crossed(hop, form.stored as u64);
+    }
+    let entry = &mut shared.entries()[index];
+    if done.direction == Direction::Write {
+        *entry = Entry {
+            generation: entry.generation + 1,
+            checksum: done.checksum,
+            stored: form.stored,
+            coding: false,
+        };
+        return Ok(());
+    }
+    if entry.generation == 0 {
+        let never = "the extent was never written";
+        return Err(failed(io::Error::new(io::ErrorKind::NotFound, never)));
+    }
+    if entry.checksum != done.checksum && !mutant::is(Mutant::ChecksumUnchecked) {
+        return Err(Error::ExtentChecksum {
+            path: path.to_path_buf(),
+            tile: key.place(),
+            extent: key.extent,
+            offset: done.offset,
+            expected: entry.checksum,
+            got: done.checksum,
+        });
+    }
+    Ok(())
+}
+
+/// On a coder's thread.
+fn work_on(job: Job, coder: &mut MomentCoder, disks: &[Handle<Tag>], shared: &Shared) {
+    match job {
+        Job::Encode { mut order, path } => {
+            let form = &mut order.tag.form;
+            let slab = order.slab.as_mut_slice::<u8>();
+            if let Some(stored) = coder.encode(slab, form.payload, form.element_bytes) {
+                form.stored = stored;
+                order.payload = stored;
+                order.bytes = stored.next_multiple_of(PAGE_BYTES as usize);
+            }
+            if disks[usize::from(path)].submit(order).is_err() {
+                shared.failed(&ended());
             }
         }
-    };
-    let result = match (result, failure.get()) {
-        // After a failed write its extent's next read would find what was there before.
-        (Ok(()), Some(first)) => {
-            let first = first.to_string();
-            Err(Error::StoreFailed { first })
+        Job::Decode {
+            mut completion,
+            form,
+            reply,
+        } => {
+            let slab = completion.slab.as_mut_slice::<u8>();
+            let decoded = coder.decode(slab, form.stored, form.payload, form.element_bytes);
+            if let Err(source) = decoded {
+                let error = Error::io("decode", completion.key.place().as_ref(), source);
+                shared.failed(&error);
+                completion.result = Err(error);
+            }
+            // Whoever dropped the receiver wants no answer; the slab goes back to its ring.
+            reply.send(completion).ok();
         }
-        (result, _) => result,
-    };
-    if let Err(error) = &result {
-        failure.get_or_init(|| error.again());
     }
-    let completion = Completion {
-        kind: done.direction,
-        key,
-        slab: done.slab,
-        result,
-    };
-    // Whoever dropped the receiver wants no answer; the slab goes back to its ring.
-    reply.send(completion).ok();
 }
 
 #[cfg(test)]
