@@ -236,6 +236,8 @@ pub struct MemoryConfig {
     pub slabs: u64,
     /// Kept or recomputed activations.
     pub recompute: Recompute,
+    /// Whether spilled moments are compressed on their way to the disk.
+    pub zstd: SpillZstd,
     /// Engine of the store: `None` is by a probe.
     pub io_engine: Option<IoEngine>,
     /// Terabytes (10^12 bytes) that the drive of store and checkpoints is rated to take; `None`
@@ -245,6 +247,28 @@ pub struct MemoryConfig {
     pub profile: Option<PathBuf>,
     /// Seconds after which an operation of the store that has not come back is said; 0 is never.
     pub io_timeout: u64,
+}
+
+/// Whether spilled moments are compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpillZstd {
+    /// Where the plan's rates predict a shorter step by it.
+    Auto,
+    /// Wherever host memory has room for it.
+    On,
+    /// Never.
+    Off,
+}
+
+impl SpillZstd {
+    /// Whether they are, where `auto` is the plan's choice.
+    pub fn or(self, auto: bool) -> bool {
+        match self {
+            SpillZstd::Auto => auto,
+            SpillZstd::On => true,
+            SpillZstd::Off => false,
+        }
+    }
 }
 
 /// Engine of the store.
@@ -420,6 +444,7 @@ impl Default for RunConfig {
                 buffers: 2,
                 slabs: 16,
                 recompute: Recompute::Auto,
+                zstd: SpillZstd::Auto,
                 io_engine: None,
                 drive_tbw: None,
                 profile: None,

@@ -35,7 +35,7 @@ use crate::optimizer::{
     self, AdamwStep, GradientSpan, Isa, MomentSpan, PIECE_ELEMENTS, WeightSpan,
 };
 use crate::plan::DeviceProfile;
-use crate::schedule::simulate::{Rates, attention_cost};
+use crate::schedule::simulate::{Rates, ZstdRates, attention_cost};
 use crate::tile::PAGE_BYTES;
 use profile::STORE_BYTES_PER_SECOND;
 
@@ -69,6 +69,10 @@ pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
         // More than the caches of a server's cores hold.
         adamw: measure_adamw(rayon::current_num_threads() * (8 << 20), 3)?.parameters,
         shared_cores: profile.card.is_none(),
+        cores: u32::try_from(crate::machine::cores())
+            .unwrap_or(u32::MAX)
+            .max(1),
+        zstd: ZstdRates::ASSUMED,
     })
 }
 

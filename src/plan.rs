@@ -12,6 +12,7 @@ mod flops;
 mod homes;
 mod print;
 pub use flops::Flops;
+pub use homes::CODERS;
 pub use print::{bytes_text, count_text};
 pub mod regions;
 
@@ -139,6 +140,8 @@ pub struct Choice {
     /// At least so many of the layers whose anchors leave the device have them in the store, even
     /// where states of tiles go there first.
     pub stored_anchors: u16,
+    /// Spilled moments are compressed, where the config leaves that to the plan.
+    pub zstd: bool,
 }
 
 /// A tile's layout and the homes of its sections.
@@ -164,6 +167,11 @@ impl TilePlan {
             .into_iter()
             .filter(|s| self.homes[*s as usize] == Some(Home::Store))
     }
+
+    /// Whether a moment is spilled.
+    pub fn spills_moments(&self) -> bool {
+        self.spilled().any(Section::is_moment)
+    }
 }
 
 /// Sizes within the host's arena.
@@ -186,6 +194,9 @@ pub struct HostMap {
     /// Slabs of a ring of its own, through which commits are written beside training; 0 where
     /// checkpoints are off.
     pub commit_slabs: u64,
+    /// Slabs in which spilled moments are compressed, each by a thread of its own; 0 where they are
+    /// not.
+    pub coder_slabs: u64,
     /// Bytes of a slab.
     pub slab_bytes: u64,
     /// Bytes of the arena.
@@ -299,12 +310,13 @@ impl Plan {
     ) -> Result<Plan> {
         let choice = Choice {
             deferred,
-            stored_anchors: 0,
+            ..Choice::default()
         };
         Plan::choosing(spec, config, device, budgets, purpose, choice)
     }
 
-    /// As [`Plan::deferring`], with a part of the anchors in the store as `choice` says.
+    /// As [`Plan::deferring`], with a part of the anchors in the store and compression as `choice`
+    /// says.
     pub fn choosing(
         spec: &ModelSpec,
         config: &RunConfig,
@@ -333,6 +345,7 @@ impl Plan {
                 anchor_bytes: least.anchor_bytes,
                 micros: least.shape.micros,
             },
+            zstd: config.memory.zstd.or(choice.zstd),
         };
         let Placed {
             tiles,
@@ -401,6 +414,11 @@ impl Plan {
     /// Bytes of the store: spilled extents and anchors.
     pub fn store_bytes(&self) -> u64 {
         self.spilled_bytes + self.stored_anchor_bytes()
+    }
+
+    /// Whether moments are in the store.
+    pub fn spills_moments(&self) -> bool {
+        self.tiles.iter().any(TilePlan::spills_moments)
     }
 
     /// Whether anything is in the store.

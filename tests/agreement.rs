@@ -13,14 +13,16 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use terrace::config::{IoEngine, Recompute, RunConfig};
+use terrace::config::{IoEngine, Recompute, RunConfig, SpillZstd};
 use terrace::device::{Device, View};
 use terrace::hf::WeightSource;
 use terrace::host::HostArena;
 use terrace::machine::storage_bytes;
 use terrace::model::ModelSpec;
 use terrace::optimizer::Isa;
-use terrace::plan::{Budgets, Choice, Deferred, GradientHome, Home, Plan, Purpose, TilePlan};
+use terrace::plan::{
+    Budgets, CODERS, Choice, Deferred, GradientHome, Home, Plan, Purpose, TilePlan,
+};
 use terrace::stats::Stats;
 use terrace::step::{Engine, StepSettings};
 use terrace::store::{Scratch, checksum, disk};
@@ -99,6 +101,8 @@ struct Way {
     isa: Isa,
     engine: Option<IoEngine>,
     slabs: u64,
+    /// Spilled moments are compressed.
+    zstd: bool,
     poison: bool,
 }
 
@@ -115,6 +119,7 @@ const PLAIN: Way = Way {
     isa: Isa::Scalar,
     engine: None,
     slabs: 16,
+    zstd: false,
     poison: false,
 };
 
@@ -142,6 +147,10 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
     config.memory.buffers = way.buffers;
     config.memory.slabs = way.slabs;
     config.memory.recompute = Recompute::All;
+    config.memory.zstd = match way.zstd {
+        true => SpillZstd::On,
+        false => SpillZstd::Off,
+    };
     let make = |config: &RunConfig, device, host| {
         let budgets = Budgets {
             device,
@@ -152,6 +161,7 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
         let choice = Choice {
             deferred: way.deferred,
             stored_anchors: way.stored,
+            zstd: false,
         };
         Plan::choosing(&spec, config, &profile, budgets, Purpose::Train, choice).unwrap()
     };
@@ -196,7 +206,13 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
     let device = arena - row * u64::from(way.travelling) + kept + spare;
     let place = least.map.anchor_bytes.next_multiple_of(4096);
     let anchors = u64::from(way.travelling - way.stored) * MICROS * place;
-    let plan = make(&config, device, host - lack + anchors);
+    let coders = if way.zstd { CODERS } else { 0 };
+    let plan = make(
+        &config,
+        device,
+        host - lack + anchors + coders * least.host.slab_bytes,
+    );
+    assert_eq!(plan.host.coder_slabs, coders);
     assert_eq!(plan.map.shape.travelling, way.travelling);
     assert_eq!(plan.stored_anchors, way.stored);
     let lean = plan.map.shape.lean;
@@ -268,7 +284,11 @@ fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
     if plan.spills() {
         let paths = [(PathBuf::from(directory), PLENTY)];
         match Scratch::create(&paths, &transfer::stored(&plan), way.engine, &[ring.span()]) {
-            Ok(scratch) => store = Some(scratch),
+            Ok(mut scratch) => {
+                let staging = (0..plan.host.coder_slabs).map(|_| cutter.cut(plan.host.slab_bytes));
+                scratch.start_coders(staging.collect()).unwrap();
+                store = Some(scratch);
+            }
             Err(error) if way.engine == Some(IoEngine::Uring) => {
                 println!("SKIP io_uring: {error}");
                 return None;
@@ -414,6 +434,12 @@ fn ways() -> Vec<Way> {
             ..PLAIN
         },
         spilled(Spilled::SomeMoments),
+        Way {
+            zstd: true,
+            slabs: 4,
+            isa: Isa::Avx2,
+            ..spilled(Spilled::All)
+        },
         Way {
             slabs: 4,
             isa: Isa::Avx512,
@@ -622,6 +648,35 @@ fn an_anchor_of_several_extents_comes_back() {
     let extents = plan.map.anchor_bytes + (4 << 20);
     assert_eq!(&moved[2..], [extents; 2]);
     assert_eq!(moved[0], moved[1]);
+}
+
+/// Compressed or not, moments come back as they were, and compressed ones move fewer bytes, in what
+/// is told as on the disk.
+#[test]
+fn compressed_moments_agree_and_move_fewer_bytes() {
+    for precision in [Precision::Bf16, Precision::Fp32, Precision::Bf16Moments] {
+        let numbers = Numbers { precision, ..SMALL };
+        let plain = run(numbers, PLAIN).expect("every machine can");
+        let moved = [false, true].map(|zstd| {
+            let way = Way {
+                zstd,
+                spilled: Spilled::Moments,
+                poison: true,
+                ..PLAIN
+            };
+            let directory = directory();
+            let mut engine = start(numbers, way, directory.path()).unwrap();
+            let outcome = train(numbers, &mut engine);
+            assert!(outcome == plain, "{}", differences(&outcome, &plain));
+            let counted = engine.tiers().scratch().counters();
+            let [_, _, read, write] = engine.tiers().stats.snapshot().bytes;
+            [read, write, counted.read.bytes, counted.write.bytes]
+        });
+        for (with, without) in moved[1].iter().zip(moved[0]) {
+            assert!(*with < without * 19 / 20, "{precision:?}: {moved:?}");
+        }
+        println!("{precision:?}: without and with {moved:?}");
+    }
 }
 
 #[test]

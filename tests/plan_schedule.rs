@@ -17,16 +17,16 @@ use machine::{At, Machine, ancestors};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use terrace::Error;
-use terrace::config::{Recompute, RunConfig, Size, StorePath};
+use terrace::config::{Recompute, RunConfig, Size, SpillZstd, StorePath};
 use terrace::model::ModelSpec;
 use terrace::plan::regions::{DeviceMap, travelling_max};
 use terrace::plan::{
-    Budgets, Choice, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan,
+    Budgets, CODERS, Choice, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose, TilePlan,
 };
-use terrace::schedule::simulate::{Prediction, Rates, fastest, simulate};
+use terrace::schedule::simulate::{Prediction, Rates, ZstdRates, fastest, simulate};
 use terrace::schedule::{Action, Form, Lane, Schedule};
 use terrace::suggest::{self, Question, Steps, suggest};
-use terrace::tile::{GradientDtype, Precision, Section};
+use terrace::tile::{GradientDtype, MomentDtype, Precision, Section};
 
 const STEPS: u64 = 3;
 const PLENTY: u64 = 1 << 50;
@@ -164,7 +164,8 @@ fn check_homes(plan: &Plan) -> Result<(), TestCaseError> {
             }
         }
     }
-    let rings = (plan.host.slabs + plan.host.commit_slabs) * plan.host.slab_bytes;
+    let slabs = plan.host.slabs + plan.host.commit_slabs + plan.host.coder_slabs;
+    let rings = slabs * plan.host.slab_bytes;
     prop_assert_eq!(plan.host.homes, homes);
     let weights = 2 * plan.host.weight_slot;
     let place = plan.map.anchor_bytes.next_multiple_of(4096);
@@ -429,11 +430,13 @@ proptest! {
 
     #[test]
     fn a_plan_fits_its_budgets_or_says_what_is_missing(
-        case in cases(),
+        mut case in cases(),
+        zstd: bool,
         device in 0u64..=300,
         host in 0u64..=110,
         store in 0u64..=110,
     ) {
+        case.config.memory.zstd = if zstd { SpillZstd::On } else { SpillZstd::Off };
         let roomy = case.roomy();
         let all: u64 = sections(&roomy)
             .into_iter()
@@ -763,7 +766,144 @@ fn anchors_take_the_place_of_states_in_the_store_where_that_is_faster() {
     assert_eq!(plan.stored_anchors, default.stored_anchors);
 }
 
+/// A card beside a host that lacks half of a model's moments, and what the plan makes of `rates`.
+fn spilling(
+    device: &DeviceProfile,
+    rates: &Rates,
+    change: impl Fn(&mut RunConfig),
+) -> (Plan, Prediction) {
+    let (spec, mut config) = fixture("qwen2.5-1.5b");
+    config.memory.recompute = Recompute::All;
+    change(&mut config);
+    let plenty = budgets(PLENTY, PLENTY, PLENTY);
+    let roomy = Plan::new(&spec, &config, device, plenty, Purpose::Train).unwrap();
+    // Nothing else finds room on the device.
+    let least = roomy.map.bytes + device.fixed_bytes;
+    let given = |host| budgets(least, host, PLENTY);
+    let moments = spec.parameters() * 2 * Section::Moment1.element_bytes(roomy.precision);
+    fastest(
+        &spec,
+        &config,
+        device,
+        given(roomy.host.bytes - moments / 2),
+        rates,
+    )
+    .unwrap()
+}
+
+/// A slow disk and idle cores: that is where compression is on, and the step is shorter by it.
+#[test]
+fn spilled_moments_are_compressed_where_that_shortens_the_predicted_step() {
+    let card = DeviceProfile::cuda("gpu", 0, Precision::Bf16);
+    let auto = |_: &mut RunConfig| {};
+    let slow = Rates {
+        gemm: 1e14,
+        attention: 1e14,
+        store_read: 1.0e9,
+        store_write: 1.0e9,
+        store_mixed: 1.4e9,
+        adamw: 5e9,
+        zstd: ZstdRates {
+            encode: 2e9,
+            decode: 3e9,
+            ratio: 0.83,
+        },
+        ..machine_rates()
+    };
+    let (plan, on) = spilling(&card, &slow, auto);
+    let (unpressed, off) = spilling(&card, &slow, |c| c.memory.zstd = SpillZstd::Off);
+    assert_eq!(
+        (plan.host.coder_slabs, unpressed.host.coder_slabs),
+        (CODERS, 0)
+    );
+    assert_eq!(on.other_zstd_step_seconds, Some(off.step_seconds));
+    assert_eq!(off.other_zstd_step_seconds, None);
+    assert!(on.step_seconds < off.step_seconds * 0.95, "{on:?} {off:?}");
+    // The coders' slabs are host's, so as many bytes more are spilled, to the next section.
+    assert!(plan.host.bytes <= plan.budgets.host && plan.spilled_bytes >= unpressed.spilled_bytes);
+    let ratio = on.write_bytes as f64 / plan.spilled_bytes as f64;
+    assert!((0.825..0.84).contains(&ratio), "{ratio}");
+    assert_eq!(on.read_bytes, on.write_bytes);
+    let table = plan.table(&on, &slow);
+    let seconds = format!("{:.3} s without, by 0.83 of their bytes", off.step_seconds);
+    let line = table.lines().find(|line| line.contains("zstd of spilled"));
+    let line = line.unwrap();
+    assert!(line.contains(": on (") && line.contains(&seconds), "{line}");
+    let json = plan.json(&on, &slow);
+    assert_eq!(
+        (&json["zstd"]["on"], &json["host"]["coder_slabs"]),
+        (&true.into(), &CODERS.into())
+    );
+    assert_eq!(json["zstd"]["other_step_seconds"], off.step_seconds);
+
+    // bf16 moments have half the bytes and lose as many of them.
+    let bf16 = |c: &mut RunConfig| c.optimizer.moments = MomentDtype::Bf16;
+    let (plan, on) = spilling(&card, &slow, bf16);
+    let ratio = on.write_bytes as f64 / plan.spilled_bytes as f64;
+    assert!((0.65..0.68).contains(&ratio), "{ratio}");
+
+    // Off, and the choice that is left is not faster.
+    let few = Rates {
+        cores: 1,
+        store_mixed: 7e9,
+        ..slow
+    };
+    let shared = Rates {
+        shared_cores: true,
+        cores: 2,
+        gemm: 1e10,
+        ..slow
+    };
+    let mut fast = slow;
+    (fast.store_read, fast.store_write, fast.store_mixed) = (1e11, 1e11, 1e11);
+    let mut incompressible = slow;
+    incompressible.zstd.ratio = 1.0;
+    let mut slow_coders = slow;
+    (slow_coders.zstd.encode, slow_coders.zstd.decode) = (1e7, 1e7);
+    let cpu = DeviceProfile::cpu();
+    for (what, device, rates) in [
+        ("one core", &card, few),
+        ("the CPU device", &cpu, shared),
+        ("a fast disk", &card, fast),
+        ("incompressible", &card, incompressible),
+        ("slow coders", &card, slow_coders),
+    ] {
+        let (plan, prediction) = spilling(device, &rates, auto);
+        assert_eq!(plan.host.coder_slabs, 0, "{what}");
+        let other = prediction.other_zstd_step_seconds.unwrap();
+        assert!(prediction.step_seconds <= other * 1.0101, "{what}");
+        assert!(
+            plan.table(&prediction, &rates).contains("moments: off ("),
+            "{what}"
+        );
+        // Unless that is asked for.
+        let (plan, prediction) = spilling(device, &rates, |c| c.memory.zstd = SpillZstd::On);
+        assert_eq!(plan.host.coder_slabs, CODERS, "{what}");
+        assert!(
+            (prediction.step_seconds / other - 1.0).abs() < 1e-9,
+            "{what}"
+        );
+    }
+    // Without spilled moments there is nothing to say.
+    let (spec, mut roomy) = fixture("qwen2.5-1.5b");
+    roomy.memory.zstd = SpillZstd::On;
+    let given = budgets(40 << 30, PLENTY, PLENTY);
+    let (plan, prediction) = fastest(&spec, &roomy, &card, given, &slow).unwrap();
+    assert_eq!(plan.host.coder_slabs, 0);
+    assert!(!plan.table(&prediction, &slow).contains("zstd"));
+}
+
 const GB: u64 = 1_000_000_000;
+
+/// A model of the fixtures, and a run of it.
+fn fixture(model: &str) -> (ModelSpec, RunConfig) {
+    let path = format!("tests/fixtures/configs/{model}/config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let spec = ModelSpec::from_config_json(&text, &path).unwrap();
+    let mut config = RunConfig::default();
+    (config.train.micro_batch, config.train.micro_batches) = (2, 12);
+    (spec, config)
+}
 
 /// A question for a model of the fixtures on a card.
 fn ask(
@@ -775,11 +915,7 @@ fn ask(
     RunConfig,
     Result<Vec<suggest::Suggestion>, Error>,
 ) {
-    let path = format!("tests/fixtures/configs/{model}/config.json");
-    let text = std::fs::read_to_string(&path).unwrap();
-    let spec = ModelSpec::from_config_json(&text, &path).unwrap();
-    let mut config = RunConfig::default();
-    (config.train.micro_batch, config.train.micro_batches) = (2, 12);
+    let (spec, mut config) = fixture(model);
     config.memory.device = Size::Bytes(device_bytes);
     config.memory.host = Size::Bytes(host);
     let device = DeviceProfile::cuda("gpu", 0, Precision::Bf16);
@@ -793,7 +929,7 @@ fn ask(
         store_write: 2e9,
         store_mixed: 2e9,
         adamw: 4e9,
-        shared_cores: false,
+        ..machine_rates()
     };
     let answer = suggest(&Question {
         spec: &spec,
@@ -850,6 +986,7 @@ fn what_is_suggested_fits_its_budgets_and_can_be_pasted() {
                 let choice = Choice {
                     deferred: plan.deferred,
                     stored_anchors: plan.stored_anchors,
+                    zstd: plan.host.coder_slabs > 0,
                 };
                 let made = Plan::choosing(&spec, &again, &plan.device, given, purpose, choice);
                 let made = made.unwrap();
@@ -998,6 +1135,8 @@ fn machine_rates() -> Rates {
         store_mixed: 1e9,
         adamw: 1e9,
         shared_cores: false,
+        cores: 16,
+        zstd: ZstdRates::ASSUMED,
     }
 }
 

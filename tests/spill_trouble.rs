@@ -51,6 +51,8 @@ const SMALLEST: &[&str] = &[
     "--set",
     "memory.host=460000B",
 ];
+/// Settings under which moments are compressed on their way to the store, with memory for that.
+const ZSTD: &[&str] = &["--set", "memory.zstd=on", "--set", "memory.host=663216B"];
 /// Bytes of an anchor there: no other extent has so few.
 const ANCHOR_BYTES: u64 = 4096;
 
@@ -284,12 +286,14 @@ fn a_transfer_that_fails_ends_the_run_with_its_tile_and_the_last_commit() {
     if let Some(reason) = lacks(&[]) {
         return skip("a transfer that fails", &reason);
     }
-    for (engine, kind, errno) in [
-        (IoEngine::Uring, Transfer::Read, libc::EIO),
-        (IoEngine::Pread, Transfer::Write, libc::EIO),
-        (IoEngine::Uring, Transfer::Write, libc::ENOSPC),
+    for (engine, kind, errno, settings) in [
+        (IoEngine::Uring, Transfer::Read, libc::EIO, &[][..]),
+        (IoEngine::Pread, Transfer::Write, libc::EIO, &[]),
+        (IoEngine::Uring, Transfer::Write, libc::ENOSPC, &[]),
+        (IoEngine::Pread, Transfer::Read, libc::EIO, ZSTD),
+        (IoEngine::Uring, Transfer::Write, libc::EIO, ZSTD),
     ] {
-        let place = Place::new();
+        let place = Place::with(settings);
         let fs = match FaultFs::mount(&place.path("store")) {
             Ok(fs) => fs,
             Err(error) => return skip("a transfer that fails", &format!("FUSE: {error}")),
@@ -317,12 +321,15 @@ fn a_transfer_that_fails_ends_the_run_with_its_tile_and_the_last_commit() {
 
 #[test]
 fn killed_in_an_update_a_run_leaves_its_store_empty_and_goes_on() {
-    for engine in ENGINES {
-        let place = Place::new();
+    for (engine, settings) in ENGINES.map(|e| [(e, &[][..]), (e, ZSTD)]).concat() {
+        let place = Place::with(settings);
         let mut stopped = place.stopped(engine);
         let mut child = stopped.0.take().unwrap();
         child.kill().unwrap();
-        assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGKILL));
+        let said = words(&output).contains("zstd of spilled moments: on (memory.zstd)");
+        assert_eq!(said, settings == ZSTD, "{}", words(&output));
         let left = std::fs::read_dir(place.path("store")).unwrap();
         let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["scratch.lock"]);
@@ -433,6 +440,7 @@ fn a_drive_that_forgets_ends_the_run() {
     for (engine, settings, instant) in [
         (IoEngine::Pread, &[][..], MIDDLE),
         (IoEngine::Uring, &[][..], MIDDLE),
+        (IoEngine::Uring, ZSTD, MIDDLE),
         (IoEngine::Pread, SMALLEST, "up:promoteanchor:7:2"),
     ] {
         let place = Place::with(settings);

@@ -15,9 +15,11 @@ use super::{fastest_seconds, measure_adamw, measure_device};
 use crate::config::IoEngine;
 use crate::device::cuda;
 use crate::error::{Error, Result};
-use crate::host::{HostArena, Ring};
+use crate::host::{HostArena, Lease, Ring};
 use crate::plan::DeviceProfile;
+use crate::schedule::simulate::ZstdRates;
 use crate::store::disk::{self, Direction};
+use crate::store::moments::{MomentCoder, like_moments};
 use crate::store::{Completion, ExtentKey, Request, Scratch, StoredSection, checksum};
 use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, Precision, Section, TileId};
 
@@ -111,9 +113,9 @@ fn device_rates(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRate
 fn measure_host(copy_bytes: u64) -> Result<HostRates> {
     let parameters = usize::try_from(copy_bytes / 16).unwrap_or(1).max(1 << 20);
     let adamw = measure_adamw(parameters, 5)?;
-    let mut cutter = HostArena::take(2 * copy_bytes)?;
+    let mut cutter = HostArena::take(2 * copy_bytes + EXTENT_BYTES_MAX)?;
     let (mut from, mut to) = (cutter.cut(copy_bytes), cutter.cut(copy_bytes));
-    moments(from.as_mut_slice());
+    like_moments(from.as_mut_slice());
     let piece = 1 << 20;
     let copy_seconds = fastest_seconds(5, || {
         let (from, to) = (from.as_slice::<u8>(), to.as_mut_slice::<u8>());
@@ -131,6 +133,7 @@ fn measure_host(copy_bytes: u64) -> Result<HostRates> {
         std::hint::black_box(sum);
     });
     let zstd = measure_zstd(&from.as_slice()[..copy_bytes.min(4 * EXTENT_BYTES_MAX) as usize])?;
+    let spilled = measure_moments(from.as_mut_slice(), cutter.cut(EXTENT_BYTES_MAX))?;
     Ok(HostRates {
         copy_bytes_per_second: copy_bytes as f64 / copy_seconds,
         stream_bytes_per_second: adamw.stream,
@@ -140,20 +143,10 @@ fn measure_host(copy_bytes: u64) -> Result<HostRates> {
         zstd_compress_bytes_per_second: zstd[0],
         zstd_decompress_bytes_per_second: zstd[1],
         zstd_ratio: zstd[2],
+        moments_encode_bytes_per_second: Some(spilled.encode),
+        moments_decode_bytes_per_second: Some(spilled.decode),
+        moments_ratio: Some(spilled.ratio),
     })
-}
-
-/// Values whose magnitudes spread over a few powers of two, as those of moments do.
-fn moments(values: &mut [f32]) {
-    let mut state = 0x9E37_79B9u32;
-    for value in values {
-        let mut sum = 0.0f32;
-        for _ in 0..4 {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            sum += (state >> 8) as f32 / (1 << 24) as f32 - 0.5;
-        }
-        *value = sum * 1e-3;
-    }
 }
 
 /// Bytes a second of compressing and decompressing shuffled extents, and the ratio.
@@ -194,6 +187,40 @@ fn measure_zstd(bytes: &[u8]) -> Result<[f64; 3]> {
         all / decompress_seconds,
         small as f64 / all,
     ])
+}
+
+/// What compression of spilled moments does to the first extents of `bytes`, which it keeps.
+fn measure_moments(bytes: &mut [u8], staging: Lease) -> Result<ZstdRates> {
+    const EXTENTS: usize = 8;
+    let failed = |error: std::io::Error| Error::io("compress", "moments".as_ref(), error);
+    let mut coder = MomentCoder::new(staging).map_err(failed)?;
+    let (mut all, mut small) = (0.0, 0.0);
+    let (mut encode_seconds, mut decode_seconds) = (0.0, 0.0);
+    let extents = bytes.chunks_mut(EXTENT_BYTES_MAX as usize);
+    for extent in extents.take(EXTENTS) {
+        let payload = extent.len();
+        let mut fastest = [f64::INFINITY; 2];
+        for _ in 0..3 {
+            let started = Instant::now();
+            let stored = coder.encode(extent, payload, 4).unwrap_or(payload);
+            fastest[0] = fastest[0].min(started.elapsed().as_secs_f64());
+            let started = Instant::now();
+            if stored < payload {
+                let decoded = coder.decode(extent, stored, payload, 4);
+                decoded.map_err(failed)?;
+            }
+            fastest[1] = fastest[1].min(started.elapsed().as_secs_f64());
+            small += stored as f64 / 3.0;
+        }
+        all += payload as f64;
+        encode_seconds += fastest[0];
+        decode_seconds += fastest[1];
+    }
+    Ok(ZstdRates {
+        encode: all / encode_seconds,
+        decode: all / decode_seconds,
+        ratio: small / all,
+    })
 }
 
 /// A directory of this process's own, removed at the end. What was there before is not touched.
@@ -240,7 +267,7 @@ fn measure_store(path: &Path, wanted: &Wanted) -> Result<StoreRates> {
     // Slabs that hold zeros might be stored as holes.
     let mut slabs: Vec<_> = (0..SLABS).map(|_| ring.take()).collect();
     for slab in &mut slabs {
-        moments(slab.as_mut_slice());
+        like_moments(slab.as_mut_slice());
     }
     drop(slabs);
     let mover = Mover {

@@ -15,7 +15,7 @@ use crate::error::{Error, Result, printable};
 use crate::machine;
 use crate::plan::DeviceProfile;
 pub use crate::report::date_text;
-use crate::schedule::simulate::Rates;
+use crate::schedule::simulate::{Rates, ZstdRates};
 
 /// Of the file's keys and their meanings.
 pub const VERSION: u32 = 1;
@@ -83,6 +83,33 @@ pub struct HostRates {
     pub zstd_decompress_bytes_per_second: f64,
     /// Bytes after compression by bytes before.
     pub zstd_ratio: f64,
+    /// Moment-like f32 values as spilled ones are compressed, by one core; bytes before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moments_encode_bytes_per_second: Option<f64>,
+    /// Bytes after they were restored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moments_decode_bytes_per_second: Option<f64>,
+    /// Their bytes after compression by bytes before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moments_ratio: Option<f64>,
+}
+
+impl HostRates {
+    /// Compression of spilled moments; what a profile of an earlier version lacks is assumed.
+    fn zstd(&self) -> ZstdRates {
+        let assumed = ZstdRates::ASSUMED;
+        // Of four bytes one shrinks.
+        let possible = |ratio: &f64| (0.75..=1.0).contains(ratio);
+        ZstdRates {
+            encode: self
+                .moments_encode_bytes_per_second
+                .unwrap_or(assumed.encode),
+            decode: self
+                .moments_decode_bytes_per_second
+                .unwrap_or(assumed.decode),
+            ratio: self.moments_ratio.filter(possible).unwrap_or(assumed.ratio),
+        }
+    }
 }
 
 /// A device.
@@ -240,6 +267,7 @@ impl Profile {
         };
         self.seconds = decimals(self.seconds, 1);
         self.host.zstd_ratio = decimals(self.host.zstd_ratio, 4);
+        self.host.moments_ratio = self.host.moments_ratio.map(|ratio| decimals(ratio, 4));
         for (_, rate) in self.rates_mut() {
             *rate = rate.round().max(1.0);
         }
@@ -267,6 +295,14 @@ impl Profile {
                 &mut host.zstd_decompress_bytes_per_second,
             ),
         ];
+        let moments = [
+            ("encode", &mut host.moments_encode_bytes_per_second),
+            ("decode", &mut host.moments_decode_bytes_per_second),
+        ];
+        for (name, rate) in moments {
+            let name = format!("host.moments_{name}");
+            rates.extend(rate.as_mut().map(|rate| (name, rate)));
+        }
         for device in &mut self.device {
             let name = &device.name;
             rates.push((format!("{name}: gemm"), &mut device.gemm_flops_per_second));
@@ -365,6 +401,8 @@ impl Profile {
             store_mixed: mixed,
             adamw: self.host.adamw_parameters_per_second,
             shared_cores: device.card.is_none(),
+            cores: u32::try_from(self.machine.cores).unwrap_or(u32::MAX).max(1),
+            zstd: self.host.zstd(),
         };
         Ok((rates, notes))
     }

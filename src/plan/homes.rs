@@ -19,6 +19,8 @@ use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, Sect
 
 /// Slabs that a commit is written through: enough that a drive is never without a write.
 const COMMIT_SLABS: u64 = 8;
+/// Threads that code spilled moments: enough for the rate of a fast drive.
+pub const CODERS: u64 = 4;
 
 /// Bytes of an element of a gradient in host.
 pub(super) fn gradient_bytes(config: &RunConfig) -> u64 {
@@ -37,6 +39,8 @@ pub(super) struct Room {
     pub(super) spare: u64,
     /// Anchors that leave the device.
     pub(super) anchors: Anchors,
+    /// Moments are coded where any are spilled.
+    pub(super) zstd: bool,
 }
 
 /// Anchors that leave the device between forward and backward.
@@ -78,8 +82,27 @@ pub(super) struct Placed {
     pub(super) stored_anchors: u16,
 }
 
-/// Gives every section and gradient a home.
+/// Gives every section and gradient a home. Where coders find no room, nothing is coded.
 pub(super) fn place(
+    spec: &ModelSpec,
+    config: &RunConfig,
+    purpose: Purpose,
+    deferred: Deferred,
+    room: Room,
+) -> Result<Placed> {
+    match place_all(spec, config, purpose, deferred, room) {
+        Err(_) if room.zstd => {
+            let plain = Room {
+                zstd: false,
+                ..room
+            };
+            place_all(spec, config, purpose, deferred, plain)
+        }
+        placed => placed,
+    }
+}
+
+fn place_all(
     spec: &ModelSpec,
     config: &RunConfig,
     purpose: Purpose,
@@ -209,6 +232,7 @@ fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: A
         anchors: anchors.host_bytes(),
         slabs,
         commit_slabs,
+        coder_slabs: 0,
         slab_bytes,
         bytes: (homes + gradients + 2 * weight_slot + rings).saturating_add(anchors.host_bytes()),
     }
@@ -227,8 +251,20 @@ fn spill(
         mut anchors,
         ..
     } = room;
-    let mut host = host_map(&tiles, config, purpose, anchors);
+    let map = |tiles: &[TilePlan], anchors| {
+        let mut host = host_map(tiles, config, purpose, anchors);
+        if room.zstd && tiles.iter().any(TilePlan::spills_moments) {
+            host.coder_slabs = CODERS;
+            host.bytes += CODERS * host.slab_bytes;
+        }
+        host
+    };
+    let mut host = map(&tiles, anchors);
     let mut overflow = host.bytes.saturating_sub(budgets.host);
+    if overflow > 0 && room.zstd {
+        // Moments go first, and with the first of them come the coders.
+        overflow += CODERS * host.slab_bytes;
+    }
     let states: [&[Section]; 2] = [&[Section::Moment2, Section::Moment1], &[Section::Residual]];
     let mut spilled: Vec<(usize, Section)> = Vec::new();
     for sections in states {
@@ -238,19 +274,19 @@ fn spill(
         let rows = overflow.div_ceil(anchors.row_bytes().max(1));
         let left = anchors.layers - anchors.stored;
         anchors.stored += u16::try_from(rows).map_or(left, |rows| rows.min(left));
-        host = host_map(&tiles, config, purpose, anchors);
+        host = map(&tiles, anchors);
         overflow = host.bytes.saturating_sub(budgets.host);
     }
     let weights = [Section::Weight];
     spill_sections(&mut tiles, &weights, precision, &mut overflow, &mut spilled);
-    let bytes = host_map(&tiles, config, purpose, anchors).bytes;
+    let bytes = map(&tiles, anchors).bytes;
     put_back(
         &mut tiles,
         spilled,
         precision,
         budgets.host.saturating_sub(bytes),
     );
-    let host = host_map(&tiles, config, purpose, anchors);
+    let host = map(&tiles, anchors);
     refuse_overflow(&tiles, config, &host, anchors, budgets)?;
     Ok(Placed {
         tiles,
@@ -331,7 +367,7 @@ fn refuse_overflow(
                 "with every section spilled, gradients ({} bytes) and the slab rings ({} bytes) \
                  remain: raise memory.host, lower memory.slabs{}",
                 host.gradients,
-                (host.slabs + host.commit_slabs) * host.slab_bytes,
+                (host.slabs + host.commit_slabs + host.coder_slabs) * host.slab_bytes,
                 match config.train.max_grad_norm > 0.0 {
                     true => {
                         ", or set train.max_grad_norm = 0 so that gradients need not wait for the \

@@ -75,6 +75,10 @@ impl Plan {
                 format!("{} slabs of commits", host.commit_slabs),
                 host.commit_slabs * host.slab_bytes,
             ),
+            (
+                format!("{} slabs of zstd", host.coder_slabs),
+                host.coder_slabs * host.slab_bytes,
+            ),
         ];
         pools.retain(|(_, bytes)| *bytes > 0);
         pools
@@ -172,6 +176,7 @@ impl Plan {
             bytes_text(prediction.read_bytes),
             bytes_text(prediction.write_bytes),
         );
+        let zstd = self.zstd_sentence(prediction, rates);
         let wear = self.wear_sentence(prediction);
         let shared = if rates.shared_cores {
             "; compute and AdamW share the cores"
@@ -205,7 +210,36 @@ impl Plan {
             }
             Precision::Bf16 | Precision::Fp32 => "",
         };
-        format!("{inexact}{kept}\n{anchors}{checkpoints}\n{moved}\n{wear}{predicted}\n")
+        format!("{inexact}{kept}\n{anchors}{checkpoints}\n{moved}\n{zstd}{wear}{predicted}\n")
+    }
+
+    /// Whether spilled moments are compressed, and why.
+    fn zstd_sentence(&self, prediction: &Prediction, rates: &Rates) -> String {
+        if !self.spills_moments() {
+            return String::new();
+        }
+        let on = self.host.coder_slabs > 0;
+        let named = if on { "on" } else { "off" };
+        let why = match prediction.other_zstd_step_seconds {
+            Some(other) => format!(
+                "a step would take {other:.3} s {}, by {:.2} of their bytes, {:.2} GB/s to \
+                 encode and {:.2} GB/s to decode on each of {} cores",
+                if on { "without" } else { "with it" },
+                self.moment_ratio(rates),
+                rates.zstd.encode / 1e9,
+                rates.zstd.decode / 1e9,
+                rates.cores,
+            ),
+            None if on => "memory.zstd".to_string(),
+            None => "memory.zstd, or no room in host for its slabs".to_string(),
+        };
+        format!("  zstd of spilled moments: {named} ({why})\n")
+    }
+
+    /// Bytes of compressed moments by bytes before.
+    fn moment_ratio(&self, rates: &Rates) -> f64 {
+        let width = Section::Moment1.element_bytes(self.precision) as f64;
+        1.0 - (1.0 - rates.zstd.ratio) * 4.0 / width
     }
 
     /// Which anchors go to the store, and why or what would keep them out of it.
@@ -321,10 +355,17 @@ impl Plan {
                 "anchors": self.host.anchors,
                 "slabs": self.host.slabs, "slab_bytes": self.host.slab_bytes,
                 "commit_slabs": self.host.commit_slabs,
+                "coder_slabs": self.host.coder_slabs,
             },
             "store": { "total": self.store_bytes(), "anchors": self.stored_anchor_bytes() },
             "device_arena": { "total": self.map.bytes, "parts": parts },
             "device_fixed": self.device.fixed_bytes,
+            "zstd": {
+                "on": self.host.coder_slabs > 0,
+                "moment_ratio": self.moment_ratio(rates),
+                "step_seconds": prediction.step_seconds,
+                "other_step_seconds": prediction.other_zstd_step_seconds,
+            },
             "checkpoint": { "total": self.checkpoint_bytes },
             "wear": self.wear_json(prediction),
             "sections": sections,

@@ -7,14 +7,17 @@
 //! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap.
 //! - AdamW is bound by host memory, which copies to and from the device read and write beside it:
 //!   their bytes delay it.
-//! - On the CPU device arithmetic and AdamW share the cores, so a step takes at least their sum.
+//! - Compression of spilled moments takes its core-seconds from AdamW's cores, and no less time
+//!   than its threads need on all cores but one; it overlaps with the disk.
+//! - On the CPU device arithmetic, AdamW and compression share the cores, so a step takes at least
+//!   their sum.
 //! - Arithmetic is matrix products, attention, and passes that read and write memory: activations
 //!   between the products, f32 gradients of weights once a micro-batch, conversions of weights.
 //!
 //! Pure: the rates are measured elsewhere.
 
 use super::{Action, Buffer, Form, Lane, Schedule};
-use crate::config::RunConfig;
+use crate::config::{RunConfig, SpillZstd};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::plan::{Budgets, Choice, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose};
@@ -47,6 +50,31 @@ pub struct Rates {
     pub adamw: f64,
     /// Arithmetic and AdamW share the same cores.
     pub shared_cores: bool,
+    /// Cores of the host.
+    pub cores: u32,
+    /// Compression of spilled moments.
+    pub zstd: ZstdRates,
+}
+
+/// What compression of f32 moments does.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct ZstdRates {
+    /// Bytes a second that one core encodes.
+    pub encode: f64,
+    /// Bytes a second that one core makes again.
+    pub decode: f64,
+    /// Bytes after by bytes before.
+    pub ratio: f64,
+}
+
+impl ZstdRates {
+    /// Where nobody measured: slower than any core that was measured, and for moments that shrink
+    /// less than those that were.
+    pub const ASSUMED: ZstdRates = ZstdRates {
+        encode: 1.0e9,
+        decode: 1.5e9,
+        ratio: 0.88,
+    };
 }
 
 impl Rates {
@@ -71,6 +99,10 @@ pub struct Prediction {
     pub store_seconds: f64,
     /// Seconds of AdamW.
     pub update_seconds: f64,
+    /// Seconds that all cores together take to compress and restore spilled moments.
+    pub zstd_seconds: f64,
+    /// Where the plan chose whether to compress: seconds of a step by the choice that it left.
+    pub other_zstd_step_seconds: Option<f64>,
     /// Bytes promoted a step.
     pub promote_bytes: u64,
     /// Bytes demoted a step.
@@ -93,7 +125,7 @@ impl Prediction {
             ("promote", self.promote_seconds),
             ("demote", self.demote_seconds),
             ("store", self.store_seconds),
-            ("update", self.update_seconds),
+            ("update", self.update_seconds + self.zstd_seconds),
         ]
         .into_iter()
         .max_by(|a, b| a.1.total_cmp(&b.1))
@@ -107,10 +139,11 @@ impl Prediction {
 
     /// The least seconds that a step could take: its busiest lane alone.
     pub fn light_seconds(&self, shared_cores: bool) -> f64 {
+        let update = self.update_seconds + self.zstd_seconds;
         let cores = if shared_cores {
-            self.compute_seconds + self.update_seconds
+            self.compute_seconds + update
         } else {
-            self.compute_seconds.max(self.update_seconds)
+            self.compute_seconds.max(update)
         };
         cores
             .max(self.promote_seconds)
@@ -132,6 +165,8 @@ struct Work {
     read: u64,
     write: u64,
     parameters: u64,
+    /// Core-seconds of compression.
+    zstd: f64,
 }
 
 /// Bytes that an update moves a parameter: all are read, all but the gradient written.
@@ -140,7 +175,7 @@ fn update_bytes(plan: &Plan) -> u64 {
     2 * state.iter().sum::<u64>() + plan.gradient_bytes
 }
 
-fn work(plan: &Plan, action: Action) -> Work {
+fn work(plan: &Plan, action: Action, rates: &Rates) -> Work {
     let tokens = plan.map.shape.tokens;
     let layout = |layer: u16| -> &TileLayout { &plan.tiles[usize::from(layer)].layout };
     let section_bytes =
@@ -181,10 +216,7 @@ fn work(plan: &Plan, action: Action) -> Work {
             ..Work::default()
         },
         Action::Update { layer, .. } => {
-            let spilled: u64 = plan.tiles[usize::from(layer)]
-                .spilled()
-                .map(|s| section_bytes(layer, s))
-                .sum();
+            let (spilled, zstd) = spilled_work(plan, layer, rates);
             let waits = plan.tiles[0].gradient != GradientHome::Shared;
             let rows_first = layer == 0 && waits && spilled == 0;
             let ahead = if rows_first { named_elements(plan) } else { 0 };
@@ -193,6 +225,7 @@ fn work(plan: &Plan, action: Action) -> Work {
                 read: spilled,
                 write: spilled,
                 parameters,
+                zstd,
                 ..Work::default()
             }
         }
@@ -202,6 +235,26 @@ fn work(plan: &Plan, action: Action) -> Work {
         | Action::Return { .. } => travel_work(plan, action),
         _ => compute_work(plan, action),
     }
+}
+
+/// Bytes that an update reads, and writes, of a layer's spilled sections, and core-seconds of
+/// compressing and restoring them.
+fn spilled_work(plan: &Plan, layer: u16, rates: &Rates) -> (u64, f64) {
+    let tile = &plan.tiles[usize::from(layer)];
+    let rates = rates.zstd;
+    let (mut moved, mut zstd) = (0, 0.0);
+    for section in tile.spilled() {
+        let bytes = tile.layout.section_bytes(section, plan.precision);
+        if plan.host.coder_slabs == 0 || !section.is_moment() {
+            moved += bytes;
+            continue;
+        }
+        // What shrinks is a byte of each element, and what takes time is the element.
+        let as_f32 = 4.0 * tile.layout.elements as f64;
+        moved += (bytes as f64 - (1.0 - rates.ratio) * as_f32) as u64;
+        zstd += as_f32 * (1.0 / rates.encode + 1.0 / rates.decode);
+    }
+    (moved, zstd)
 }
 
 /// Anchors that travel, and weights that live on the device.
@@ -316,7 +369,8 @@ fn compute_seconds(plan: &Plan, work: &Work, rates: &Rates) -> f64 {
 ///
 /// Without clipping, and where arithmetic and AdamW do not share cores, so many updates run under
 /// the next forward. Where tiles are spilled and anchors leave the device, so many of these are in
-/// the store in their place: their writes come in forward and their reads in backward.
+/// the store in their place: their writes come in forward and their reads in backward. Spilled
+/// moments are compressed or not.
 pub fn fastest(
     spec: &ModelSpec,
     config: &RunConfig,
@@ -349,16 +403,32 @@ pub fn fastest(
         }
     }
     if best.0.spilled_bytes > 0 {
+        let mut chosen_anchors = 0;
         for stored_anchors in counts(best.0.map.shape.travelling) {
             // The store may have no room for whole layers of them.
-            let other = plan(Choice {
+            let Ok(other) = plan(Choice {
                 stored_anchors,
                 ..choice
-            });
-            best = match other {
-                Ok(other) if faster(&other.1, &best.1) => other,
-                _ => best,
+            }) else {
+                continue;
             };
+            if faster(&other.1, &best.1) {
+                best = other;
+                chosen_anchors = stored_anchors;
+            }
+        }
+        choice.stored_anchors = chosen_anchors;
+    }
+    if best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
+        let mut other = plan(Choice {
+            zstd: true,
+            ..choice
+        })?;
+        if other.0.host.coder_slabs > 0 {
+            if faster(&other.1, &best.1) {
+                std::mem::swap(&mut best, &mut other);
+            }
+            best.1.other_zstd_step_seconds = Some(other.1.step_seconds);
         }
     }
     Ok(best)
@@ -376,7 +446,7 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
     let works: Vec<Work> = schedule
         .actions
         .iter()
-        .map(|s| work(plan, s.action))
+        .map(|s| work(plan, s.action, rates))
         .collect();
     let mut prediction = Prediction {
         tokens: plan.map.shape.tokens * u64::from(schedule.micros),
@@ -393,6 +463,7 @@ pub fn simulate(plan: &Plan, schedule: &Schedule, rates: &Rates) -> Prediction {
         prediction.demote_seconds += work.demote as f64 / rates.demote;
         prediction.store_seconds += disk_seconds(work, rates);
         prediction.update_seconds += work.parameters as f64 / rates.adamw;
+        prediction.zstd_seconds += work.zstd / f64::from(rates.cores);
     }
     let step_end = clock(plan, schedule, &works, rates);
     let pipelined = if schedule.form == Form::Train {
@@ -441,7 +512,8 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
         let mut end = start
             + compute_seconds(plan, work, rates)
             + copies
-            + work.parameters as f64 / rates.adamw;
+            + work.parameters as f64 / rates.adamw
+            + work.zstd / f64::from(rates.cores);
         if lane == UPDATE {
             let beside = (0..lanes.len()).filter(|other| *other != UPDATE);
             let copied = |lane| copy_rates[lane] * (end.min(free[lane]) - start).max(0.0);
@@ -458,7 +530,9 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
         }
         if disk > 0.0 {
             store_free = store_free.max(start) + disk;
-            end = end.max(store_free);
+            end = end
+                .max(store_free)
+                .max(start + work.zstd / coders(plan, rates));
         }
         done[lane] += 1;
         free[lane] = end;
@@ -467,6 +541,12 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
             step_end[step] = end;
         }
     }
+}
+
+/// Cores that compress: as many as there are threads, less one for the store's own thread.
+fn coders(plan: &Plan, rates: &Rates) -> f64 {
+    let cores = u64::from(rates.cores).saturating_sub(1).max(1);
+    plan.host.coder_slabs.clamp(1, cores) as f64
 }
 
 /// The update that began last.

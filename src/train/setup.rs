@@ -247,7 +247,9 @@ pub fn build_engine(
                 .or_else(|| rate_at(path)),
         };
         let stripes: Vec<Stripe> = budget.store.iter().map(stripe).collect();
-        let scratch = Scratch::create_striped(&stripes, &sections, engine, &[ring.span()])?;
+        let mut scratch = Scratch::create_striped(&stripes, &sections, engine, &[ring.span()])?;
+        let staging = (0..plan.host.coder_slabs).map(|_| cutter.cut(plan.host.slab_bytes));
+        scratch.start_coders(staging.collect())?;
         scratch.set_io_timeout(Duration::from_secs(config.memory.io_timeout), None);
         sentences.extend(scratch.sentences().iter().cloned());
         Some(scratch)

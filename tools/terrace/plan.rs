@@ -12,7 +12,7 @@ use terrace::measure::profile::Profile;
 use terrace::model::ModelSpec;
 use terrace::plan::{Budgets, DeviceProfile, Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
-use terrace::schedule::simulate::{Prediction, Rates, fastest};
+use terrace::schedule::simulate::{Prediction, Rates, ZstdRates, fastest};
 use terrace::suggest::{self, Question, Steps, suggest};
 use terrace::train::{Budget, choose_device, model_dir, resolve_budgets};
 
@@ -484,6 +484,8 @@ fn gpu_rates() -> Rates {
         store_mixed: 1.7e9,
         adamw: 5.2e9,
         shared_cores: false,
+        cores: 16,
+        zstd: ZstdRates::ASSUMED,
     }
 }
 

@@ -2,12 +2,17 @@
 
 use super::{Key, key};
 use crate::config::written::{named, number, quoted_path, store_list};
-use crate::config::{IoEngine, Recompute};
+use crate::config::{IoEngine, Recompute, SpillZstd};
 
 const RECOMPUTES: &[(&str, Recompute)] = &[
     ("auto", Recompute::Auto),
     ("all", Recompute::All),
     ("none", Recompute::None),
+];
+const SPILL_ZSTDS: &[(&str, SpillZstd)] = &[
+    ("auto", SpillZstd::Auto),
+    ("on", SpillZstd::On),
+    ("off", SpillZstd::Off),
 ];
 const IO_ENGINES: &[(&str, Option<IoEngine>)] = &[
     ("auto", None),
@@ -72,6 +77,16 @@ pub(super) const KEYS: &[Key] = &[
          \"none\" keeps all.",
         |g| g.choice(RECOMPUTES)?,
         |v| named(RECOMPUTES, v)
+    ),
+    key!(
+        memory.zstd,
+        Free,
+        "\"auto\"",
+        "",
+        "Compression of spilled moments, lossless: \"on\", \"off\", or \"auto\": where the plan\n\
+         predicts a shorter step by it, that is with a slow disk and cores to spare.",
+        |g| g.choice(SPILL_ZSTDS)?,
+        |v| named(SPILL_ZSTDS, v)
     ),
     key!(
         memory.io_engine,
