@@ -8,22 +8,25 @@
 //! others share is at its own rate only now and then.
 //!
 //!     cargo bench --bench update -- --dir DIRECTORY [--rounds 9] [--slabs 24] [--fio-seconds 2] \
-//!         [--fio-mem mmaphuge]
+//!         [--fio-mem mmaphuge] [--zstd on]
+//!
+//! With `--zstd on` moments are compressed on their way; those of the first round are zeros, later
+//! ones are of real gradients of a random model. Bytes are the disk's, so compare seconds.
 //!
 //! Terrace's arena lies on huge pages, with which many drives are faster; fio's does where it is
-//! told so and the machine has some (vm.nr_hugepages).
+//! told so and the machine has some (vm.nr_hugepages). Without fio: `--fio-seconds 0`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use terrace::config::{RunConfig, StorePath};
+use terrace::config::{RunConfig, SpillZstd, StorePath};
 use terrace::data::{IGNORE, Micro};
 use terrace::error::{Error, Result};
 use terrace::hf::WeightSource;
 use terrace::model::ModelSpec;
-use terrace::plan::{Budgets, DeviceProfile, Plan, Purpose};
+use terrace::plan::{Budgets, CODERS, DeviceProfile, Plan, Purpose};
 use terrace::stats::Wait;
 use terrace::step::{Engine, StepSettings};
 use terrace::tile::Section;
@@ -46,6 +49,7 @@ struct Arguments {
     fio_seconds: u64,
     /// Where fio's buffers lie.
     fio_mem: String,
+    zstd: SpillZstd,
 }
 
 fn arguments() -> Arguments {
@@ -55,6 +59,7 @@ fn arguments() -> Arguments {
         slabs: 24,
         fio_seconds: 2,
         fio_mem: "malloc".to_string(),
+        zstd: SpillZstd::Off,
     };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
@@ -65,6 +70,13 @@ fn arguments() -> Arguments {
             "--slabs" => given.slabs = value().parse().expect("--slabs is a number"),
             "--fio-seconds" => given.fio_seconds = value().parse().expect("a number"),
             "--fio-mem" => given.fio_mem = value(),
+            "--zstd" => {
+                given.zstd = match value().as_str() {
+                    "on" => SpillZstd::On,
+                    "off" => SpillZstd::Off,
+                    other => panic!("--zstd is on or off, not {other}"),
+                }
+            }
             // cargo bench adds this.
             "--bench" => {}
             other => panic!("unknown argument {other}"),
@@ -85,22 +97,25 @@ fn run(arguments: &Arguments) -> Result<()> {
     std::fs::create_dir_all(&arguments.dir).map_err(|e| Error::io("make", &arguments.dir, e))?;
     let mut engine = spilled_engine(&spec, arguments)?;
     let file = arguments.dir.join("fio.file");
-    fio(&file, &["--rw=write"])?;
+    if arguments.fio_seconds > 0 {
+        fio(&file, &["--rw=write"])?;
+    }
     let runtime = format!("--runtime={}", arguments.fio_seconds);
     let memory = format!("--mem={}", arguments.fio_mem);
-    let mut rows = Vec::new();
+    let (mut rows, mut seconds) = (Vec::new(), Vec::new());
     for round in 0..=arguments.rounds {
         let update = timed_update(&mut engine, &spec, round as u64 + 1)?;
-        let disk = fio(
-            &file,
-            &[
-                "--rw=rw",
-                "--rwmixread=50",
-                "--time_based",
-                &runtime,
-                &memory,
-            ],
-        )?;
+        let mixed = [
+            "--rw=rw",
+            "--rwmixread=50",
+            "--time_based",
+            &runtime,
+            &memory,
+        ];
+        let disk = match arguments.fio_seconds {
+            0 => f64::NAN,
+            _ => fio(&file, &mixed)?,
+        };
         // The first step allocates what later ones have.
         if round > 0 {
             println!(
@@ -112,6 +127,7 @@ fn run(arguments: &Arguments) -> Result<()> {
                 update.waited,
                 disk / 1e9
             );
+            seconds.push(update.seconds);
             rows.push((update.bytes / update.seconds, disk));
         }
     }
@@ -125,6 +141,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     let mut shares: Vec<f64> = rows.iter().map(|(update, disk)| update / disk).collect();
     shares.sort_by(f64::total_cmp);
     let middle = rows.len() / 2;
+    seconds.sort_by(f64::total_cmp);
+    println!("seconds of an update: median {:.3}", seconds[middle]);
     println!(
         "medians: update {:.3} GB/s, fio {:.3} GB/s, {:.1} %; of each pair {:.1} %; best of each \
          {:.3} and {:.3} GB/s",
@@ -145,6 +163,7 @@ fn spilled_engine(spec: &ModelSpec, arguments: &Arguments) -> Result<Engine> {
     config.data.seq_len = TOKENS;
     config.memory.slabs = arguments.slabs;
     config.checkpoint.every = 0;
+    config.memory.zstd = arguments.zstd;
     let store = arguments.dir.join("store");
     config.memory.store = vec![StorePath::new(store.clone())];
     let profile = DeviceProfile::cpu();
@@ -162,8 +181,12 @@ fn spilled_engine(spec: &ModelSpec, arguments: &Arguments) -> Result<Engine> {
         2 * tile.layout.section_slot_bytes(section, all.precision)
     };
     let moments: u64 = all.tiles.iter().map(slot).sum();
+    let coders = match arguments.zstd {
+        SpillZstd::On => CODERS * all.host.slab_bytes,
+        SpillZstd::Auto | SpillZstd::Off => 0,
+    };
     // No room for what would otherwise move to the device.
-    let plan = plan(all.map.bytes, all.host.bytes - moments)?;
+    let plan = plan(all.map.bytes, all.host.bytes - moments + coders)?;
     let budget = Budget {
         budgets: plan.budgets,
         store: vec![(store, 2 * moments)],
