@@ -19,6 +19,7 @@ use tempfile::TempDir;
 use terrace::measure::job_file;
 use terrace::measure::profile::Profile;
 use terrace::measure::words::{self, Job, WORDS};
+use terrace::schedule::simulate::ZstdRates;
 
 const BENCH: &str = env!("CARGO_BIN_EXE_terrace-bench");
 const TERRACE: &str = env!("CARGO_BIN_EXE_terrace");
@@ -773,6 +774,8 @@ fn a_plan_takes_its_rates_from_a_profile() {
     ] {
         assert_eq!(rates[name], rate, "{name}: {rates}");
     }
+    // Of an earlier version: what it lacks is assumed.
+    assert_eq!(rates["zstd"]["ratio"], ZstdRates::ASSUMED.ratio);
     let text = planned(&room, "--set memory.profile=profile.toml").success();
     let warned = "warning: profile.toml: measured on a processor, 999 cores, no GPU; this is ";
     assert!(text.lines().any(|line| line.starts_with(warned)), "{text}");
@@ -875,6 +878,7 @@ fn a_profile_measures_every_hop_and_comes_back_as_it_was() {
         "adamw",
         "checksum",
         "zstd",
+        "zstd of spilled",
         "gemm",
         "host to device",
         "device to host",
@@ -889,6 +893,23 @@ fn a_profile_measures_every_hop_and_comes_back_as_it_was() {
     }
     let profile = Profile::read(&room.path("profile.toml")).unwrap();
     assert_eq!(Profile::parse(&profile.text(), "again").unwrap(), profile);
+    let cpu = terrace::plan::DeviceProfile::cpu();
+    let (rates, _) = profile.rates(Path::new("here"), &cpu, &[]).unwrap();
+    assert_eq!(rates.cores as usize, profile.machine.cores);
+    assert_eq!(
+        Some(rates.zstd.encode),
+        profile.host.moments_encode_bytes_per_second
+    );
+    assert_eq!(
+        Some(rates.zstd.decode),
+        profile.host.moments_decode_bytes_per_second
+    );
+    // As real moments after a few steps: 0.83.
+    assert!(
+        (0.82..0.85).contains(&rates.zstd.ratio),
+        "{}",
+        rates.zstd.ratio
+    );
     let store = profile.store_rates(room.dir.path()).unwrap();
     assert_eq!((store.bytes, store.engine.as_str()), (8 << 20, "pread"));
     let planned = planned(&room, "--profile profile.toml").success();

@@ -8,8 +8,8 @@ use std::process::Command;
 use proptest::prelude::*;
 use terrace::config::import::import;
 use terrace::config::{
-    Class, DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, Size, StorePath, WeightInit,
-    commented_template, json_schema,
+    Class, DataFormat, IoEngine, RateSchedule, Recompute, RunConfig, Size, SpillZstd, StorePath,
+    WeightInit, commented_template, json_schema,
 };
 use terrace::tile::{GradientDtype, MomentDtype, Precision};
 
@@ -147,6 +147,7 @@ fn each_bad_line_is_refused_by_name() {
         ("memory", "buffers = 9", integer(1, 8, "9", "2")),
         ("memory", "slabs = 3", integer(4, 256, "3", "16")),
         ("memory", "recompute = \"some\"", "one of \"auto\", \"all\", \"none\", got \"some\"; correct it, or leave it out for the default \"auto\"".into()),
+        ("memory", "zstd = 1", "one of \"auto\", \"on\", \"off\", got 1; correct it, or leave it out for the default \"auto\"".into()),
         ("memory", "io_engine = \"aio\"", "one of \"auto\", \"io_uring\", \"pread\", got \"aio\"; correct it, or leave it out for the default \"auto\"".into()),
         ("memory", "host = 24", format!("{} 24; add a unit: \"24GiB\" or \"24B\"", &size[9..])),
         ("memory", "host = \"24\"", format!("{} \"24\"; add a unit: \"24GiB\" or \"24B\"", &size[9..])),
@@ -641,6 +642,7 @@ prop_compose! {
         }).collect();
         (memory.buffers, memory.slabs) = (more.1, more.2);
         memory.recompute = [Recompute::Auto, Recompute::All, Recompute::None][kinds.2];
+        memory.zstd = [SpillZstd::Auto, SpillZstd::On, SpillZstd::Off][kinds.2];
         memory.io_engine = [None, Some(IoEngine::Uring), Some(IoEngine::Pread)][kinds.3];
         config.checkpoint.dir = names.3;
         (config.checkpoint.every, config.checkpoint.keep) = (more.3, counts.4);

@@ -191,6 +191,19 @@ fn lines(profile: &Profile) -> String {
             100.0 * host.zstd_ratio
         ),
     );
+    let moments = (
+        host.moments_encode_bytes_per_second,
+        host.moments_decode_bytes_per_second,
+        host.moments_ratio,
+    );
+    if let (Some(encode), Some(decode), Some(ratio)) = moments {
+        let (encode, decode) = (gigabytes(encode), gigabytes(decode));
+        let percent = 100.0 * ratio;
+        line(
+            "zstd of spilled",
+            format!("{encode} in, {decode} out {core}, to {percent:.1} % of moment-like values"),
+        );
+    }
     for device in &profile.device {
         let flops = |rate: f64| match rate {
             rate if rate < 1e13 => format!("{:.1} GFLOP/s", rate / 1e9),
