@@ -321,6 +321,12 @@ fn find_step(all: &[(u64, Progress)], step: u64) -> Option<u64> {
     found.map(|(generation, _)| *generation)
 }
 
+/// The generation of the best evaluation.
+fn find_best(all: &[(u64, Progress)], best: Best) -> Option<u64> {
+    let found = all.iter().rev().find(|(_, of)| of.is_of(best));
+    found.map(|(generation, _)| *generation)
+}
+
 /// The commit that is asked for; `what` names who asks in errors.
 fn find(
     store: &Reader,
@@ -353,7 +359,7 @@ fn find(
                 let remedy = "set train.eval_every, or take the newest commit";
                 refused("a commit of a run with evaluations", "none", remedy)
             })?;
-            find_step(&all, best.step).ok_or_else(|| {
+            find_best(&all, best).ok_or_else(|| {
                 let expected = format!("step {}, which has the lowest loss", best.step);
                 let remedy = "set checkpoint.keep_best = true to keep it, or name one of these";
                 refused(&expected, &format!("steps {steps}"), remedy)
@@ -503,6 +509,33 @@ impl CommittedWeights {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Commits of steps 2, 4 and 6, then the run went back to 2 and only came to commit step 8.
+    #[test]
+    fn a_commit_that_was_left_behind_is_not_the_best_of_its_step() {
+        let commit = |step: u64, best_step: u64, loss: f64| {
+            let metadata = serde_json::json!({
+                "step": step, "tokens": 0, "run": "", "data": "", "model": {},
+                "cursor": serde_json::json!({"epoch": 0, "sequence": 0}),
+                "evaluations": {
+                    "best": {"step": best_step, "loss": loss}, "without_improvement": 0,
+                },
+            });
+            let bytes = metadata.to_string();
+            Progress::from_json(bytes.as_bytes(), Path::new("x")).expect("metadata")
+        };
+        let mut all = vec![
+            (1, commit(2, 2, 3.0)),
+            (2, commit(4, 4, 2.5)),
+            (3, commit(6, 6, 2.0)),
+            (4, commit(8, 6, 2.2)),
+        ];
+        let best = |step, loss| Best { step, loss };
+        assert_eq!(find_best(&all, best(6, 2.2)), None);
+        assert_eq!(find_best(&all, best(4, 2.5)), Some(2));
+        all.insert(3, (7, commit(6, 6, 2.2)));
+        assert_eq!(find_best(&all, best(6, 2.2)), Some(7));
+    }
 
     #[test]
     fn infinities_and_nans_of_both_formats_are_seen_and_the_largest_numbers_are_not() {

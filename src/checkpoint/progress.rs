@@ -103,6 +103,12 @@ impl Progress {
         })
     }
 
+    /// Whether this is the commit of `best`: of its step, and of the run that evaluated it. One
+    /// that was left behind by a run that went back may have the same step.
+    pub(crate) fn is_of(&self, best: Best) -> bool {
+        self.step == best.step && self.evaluations.best == Some(best)
+    }
+
     pub(super) fn to_json(&self) -> Value {
         json!({
             "terrace": env!("CARGO_PKG_VERSION"),

@@ -133,7 +133,10 @@ impl Store {
         let progress = self.commits.last()?.progress.as_ref()?;
         let best = progress.evaluations.best?;
         let mut newest_first = self.commits.iter().rev();
-        let commit = newest_first.find(|commit| commit.step == best.step)?;
+        let commit = newest_first.find(|commit| {
+            let progress = commit.progress.as_ref();
+            progress.is_some_and(|progress| progress.is_of(best))
+        })?;
         Some((commit.generation, best.loss))
     }
 
