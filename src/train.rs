@@ -177,6 +177,8 @@ pub struct Trainer {
     metrics: Metrics,
     /// samples.jsonl, from the first sample on.
     samples: Option<Lines>,
+    /// It could not be opened, which was said.
+    samples_lost: bool,
     /// Steps, tokens and bytes that are done; the cursor is that of the start.
     progress: Progress,
     /// Step of the last commit.
@@ -249,9 +251,9 @@ impl Trainer {
             notes.extend(checkpoints.sentences());
         }
         let metrics = Metrics::open(&run.config.log.dir, progress.step)?;
-        let samples = samples::reopen(&run.config.log.dir, progress.step)?;
         let mut trainer = Trainer {
-            samples,
+            samples: samples::reopen(&run.config.log.dir, progress.step)?,
+            samples_lost: false,
             committer: checkpoints.map(Committer::new),
             committed: (progress.step > 0).then_some(progress.step),
             written_before: progress.written.max(metrics.written_before()),

@@ -11,6 +11,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 use tempfile::TempDir;
+use terrace::{Planned, Start, quickstart};
 
 /// A short run of the embedded model, half of its optimizer's state spilled.
 const SHORT: &[&str] = &[
@@ -126,6 +127,27 @@ fn steps_after_an_evaluation_or_a_sample_are_not_compared_with_the_plan() {
         let told = format!("seconds a step (mean of {compared} after the first 2):");
         assert!(said.contains(&told), "{sets:?}: {said}");
     }
+}
+
+/// A disk that is full loses lines of metrics and the run goes on: so it does where the file of
+/// samples cannot even be made.
+#[test]
+fn samples_that_cannot_be_kept_are_said_once_and_the_run_goes_on() {
+    let room = Room::new();
+    let sets = with(&[SHORT, SAMPLED]).into_iter().map(str::to_string);
+    let config = quickstart::write(&room.path("run"), &sets.collect::<Vec<_>>()).unwrap();
+    let planned = Planned::new(config, "cpu").unwrap();
+    let mut trainer = planned.start(Start::Fresh).unwrap();
+    trainer.step().unwrap();
+    std::fs::create_dir(room.path("run/samples.jsonl")).unwrap();
+    for _ in 0..2 {
+        assert_eq!(trainer.sample().unwrap().len(), 2);
+    }
+    let warnings: Vec<String> = std::iter::from_fn(|| trainer.take_warning()).collect();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(warnings[0].contains("samples.jsonl"), "{warnings:?}");
+    trainer.step().unwrap();
+    trainer.finish().unwrap();
 }
 
 #[test]

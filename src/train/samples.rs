@@ -150,7 +150,11 @@ impl Trainer {
         }
         if self.samples.is_none() && !samples.is_empty() {
             let dir = &self.run.config.log.dir;
-            self.samples = Some(Lines::open(dir, FILE, self.progress.step, |_| {})?);
+            // As with a line: what cannot be kept does not end the run.
+            match Lines::open(dir, FILE, self.progress.step, |_| {}) {
+                Ok(lines) => self.samples = Some(lines),
+                Err(error) => self.lost_samples(&error),
+            }
         }
         if let Some(file) = &mut self.samples {
             for Sample { step, prompt, text } in &samples {
@@ -164,6 +168,13 @@ impl Trainer {
         self.count_store();
         self.last_return = Instant::now();
         Ok(samples)
+    }
+
+    fn lost_samples(&mut self, error: &Error) {
+        if !std::mem::replace(&mut self.samples_lost, true) {
+            let warning = format!("warning: {error}; samples are only printed, the run goes on");
+            self.warning.get_or_insert(warning);
+        }
     }
 
     fn continued(&mut self, prompt: usize) -> Result<String> {
