@@ -101,11 +101,9 @@ pub fn fetch(path: &Path, weights: bool) -> Result<PathBuf> {
     let model = hf_hub::Repo::with_revision(name.to_string(), kind, revision.to_string());
     let model = api.build().map_err(failed)?.repo(model);
     let files = model.info().map_err(failed)?.siblings;
-    for file in files
-        .iter()
-        .filter(|file| is_wanted(&file.rfilename, weights))
-    {
-        model.get(&file.rfilename).map_err(failed)?;
+    let names = files.iter().map(|file| file.rfilename.as_str());
+    for name in in_order(names, weights) {
+        model.get(name).map_err(failed)?;
     }
     resolve(path)
 }
@@ -119,21 +117,31 @@ pub fn fetch(path: &Path, _weights: bool) -> Result<PathBuf> {
     resolve(path)
 }
 
-/// Whether a file of the hub belongs to what is read: names at the top, of what `hf` reads.
-#[cfg(feature = "hub")]
-fn is_wanted(name: &str, weights: bool) -> bool {
+/// The configuration's file, which is fetched last: where it is, so are the others.
+#[cfg(any(feature = "hub", test))]
+const CONFIG: &str = "config.json";
+
+/// Files of the hub that are read, names at the top of what `hf` reads, in the order in which they
+/// are fetched: a fetch that was interrupted is not taken for a whole one.
+#[cfg(any(feature = "hub", test))]
+fn in_order<'a>(names: impl Iterator<Item = &'a str>, weights: bool) -> Vec<&'a str> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    let safe = !name.starts_with('.') && name.chars().all(plain);
-    let described = [".json", ".jinja"].iter().any(|end| name.ends_with(end));
-    safe && (described || weights && name.ends_with(".safetensors"))
+    let is_wanted = |name: &&str| {
+        let safe = !name.starts_with('.') && name.chars().all(plain);
+        let described = [".json", ".jinja"].iter().any(|end| name.ends_with(end));
+        safe && (described || weights && name.ends_with(".safetensors"))
+    };
+    let mut wanted: Vec<&str> = names.filter(is_wanted).collect();
+    wanted.sort_by_key(|name| *name == CONFIG);
+    wanted
 }
 
 /// Whether a snapshot has its configuration and, with `weights`, all files that its index names.
 #[cfg(feature = "hub")]
 fn is_whole(snapshot: &Path, weights: bool) -> bool {
     let has = |name: &str| snapshot.join(name).exists();
-    if !has("config.json") || !weights || has("model.safetensors") {
-        return has("config.json");
+    if !has(CONFIG) || !weights || has("model.safetensors") {
+        return has(CONFIG);
     }
     let index = std::fs::read_to_string(snapshot.join("model.safetensors.index.json"));
     let index: Option<serde_json::Value> =
@@ -170,4 +178,31 @@ fn cache_directory() -> Option<PathBuf> {
         .or_else(|| Some(variable("HF_HOME")?.join("hub")))
         .or_else(|| Some(variable("XDG_CACHE_HOME")?.join("huggingface/hub")))
         .or_else(|| Some(variable("HOME")?.join(".cache/huggingface/hub")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_is_fetched_last() {
+        let hub = [
+            ".gitattributes",
+            "chat_template.jinja",
+            "config.json",
+            "model.safetensors",
+            "onnx/model.onnx",
+            "../escape.json",
+            "tokenizer.json",
+        ];
+        let described = ["chat_template.jinja", "tokenizer.json", "config.json"];
+        assert_eq!(in_order(hub.into_iter(), false), described);
+        let all = [
+            "chat_template.jinja",
+            "model.safetensors",
+            "tokenizer.json",
+            "config.json",
+        ];
+        assert_eq!(in_order(hub.into_iter(), true), all);
+    }
 }
