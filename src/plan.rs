@@ -421,6 +421,21 @@ impl Plan {
         self.tiles.iter().any(TilePlan::spills_moments)
     }
 
+    /// Name, bytes that the plan takes and budget of each tier.
+    pub fn tiers(&self) -> [(&'static str, u64, u64); 3] {
+        let Budgets {
+            device,
+            host,
+            store,
+        } = self.budgets;
+        let arena = self.map.bytes + self.device.fixed_bytes;
+        [
+            ("device", arena, device),
+            ("host", self.host.bytes, host),
+            ("store", self.store_bytes(), store),
+        ]
+    }
+
     /// Whether anything is in the store.
     pub fn spills(&self) -> bool {
         self.store_bytes() > 0

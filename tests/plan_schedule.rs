@@ -615,6 +615,7 @@ fn anchors_of_the_store_are_counted() {
         .plan(budgets(device, host - 3 * place, PLENTY))
         .unwrap();
     assert_eq!((plan.stored_anchors, plan.spilled_bytes), (3, 0));
+    assert_eq!(plan.tiers()[2], ("store", 3 * place, PLENTY));
     let mut rates = machine_rates();
     let predict = |plan: &Plan, rates: &Rates| simulate(plan, &Schedule::train(plan), rates);
     let prediction = predict(&plan, &rates);

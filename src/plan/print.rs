@@ -132,16 +132,9 @@ impl Plan {
             let name = "context, kernels, workspaces";
             line(name, "-".into(), "-".into(), shown(fixed));
         }
-        let device = self.map.bytes + fixed;
-        let totals = (self.host.bytes, self.store_bytes(), device);
-        line("total", shown(totals.0), shown(totals.1), shown(totals.2));
-        let budgets = (self.budgets.host, self.budgets.store, self.budgets.device);
-        line(
-            "budget",
-            shown(budgets.0),
-            shown(budgets.1),
-            shown(budgets.2),
-        );
+        let [device, host, store] = self.tiers();
+        line("total", shown(host.1), shown(store.1), shown(device.1));
+        line("budget", shown(host.2), shown(store.2), shown(device.2));
         text.push_str(&self.sentences(prediction, rates));
         text
     }

@@ -20,8 +20,6 @@ impl Trainer {
     pub fn show(&mut self, prediction: &Prediction, rates: &Rates) -> Result<Vec<String>> {
         let (run, plan) = (&self.run, self.engine.plan());
         let about = about(run, plan, prediction, rates);
-        let arena = plan.map.bytes + plan.device.fixed_bytes;
-        let budgets = plan.budgets;
         let model = run.config.model.path.as_ref();
         let model = model.map_or(String::new(), |path| path.display().to_string());
         let numbers = Numbers {
@@ -34,11 +32,7 @@ impl Trainer {
             steps: self.progress.step,
             total_steps: run.total_steps,
             step_flops: prediction.executed_flops,
-            tiers: vec![
-                ("device", arena, budgets.device),
-                ("host", plan.host.bytes, budgets.host),
-                ("store", plan.spilled_bytes, budgets.store),
-            ],
+            tiers: plan.tiers().to_vec(),
             ..Numbers::default()
         };
         let settings = Settings {
