@@ -33,8 +33,8 @@ pub(crate) fn doctor(arguments: &DoctorArguments) -> Result<()> {
     let mut findings = limits::examine(&root, Need::default());
     findings.extend(store(arguments, &root)?);
     findings.extend(cards());
+    let rates = rates(&mut findings)?;
     limits::sort(&mut findings);
-    let rates = rates()?;
     if arguments.json {
         let rates: serde_json::Map<String, Value> = rates
             .iter()
@@ -123,10 +123,12 @@ fn cards() -> Vec<Finding> {
     }
     for ordinal in 0..count {
         let subject = format!("cuda:{ordinal}");
-        findings.push(match cuda::Card::read(ordinal) {
-            Ok(card) => {
+        let read = cuda::Card::read(ordinal);
+        // A card without room for a context is there and serves nobody.
+        findings.push(match read.and_then(|card| Ok((card.free_bytes()?, card))) {
+            Ok((free, card)) => {
                 let (major, minor) = card.capability;
-                let free = card.free_bytes().map_or("unknown".to_string(), bytes_text);
+                let free = bytes_text(free);
                 let found = format!(
                     "{}, compute capability {major}.{minor} (bf16), {} multiprocessors, {} of \
                      memory, {free} free",
@@ -142,14 +144,21 @@ fn cards() -> Vec<Finding> {
     findings
 }
 
-/// Rates of the CPU device, and of the first card where there is one.
-fn rates() -> Result<Vec<(String, Rates)>> {
+/// Rates of the CPU device, and of the first card where there is one. That it fails is a finding.
+fn rates(findings: &mut Vec<Finding>) -> Result<Vec<(String, Rates)>> {
     let cpu = DeviceProfile::cpu();
     let mut rates = vec![(cpu.name.clone(), measure_rates(&cpu)?)];
-    // A card that fails here would fail a run: the error says why.
     let (profile, _) = choose_device("auto", Precision::Bf16)?;
     if profile.card.is_some() {
-        rates.push((profile.name.clone(), measure_rates(&profile)?));
+        match measure_rates(&profile) {
+            Ok(measured) => rates.push((profile.name.clone(), measured)),
+            Err(error) => findings.push(Finding {
+                level: Level::Bad,
+                subject: format!("rates of {}", profile.name),
+                found: error.to_string(),
+                remedy: String::new(),
+            }),
+        }
     }
     Ok(rates)
 }
