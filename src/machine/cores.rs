@@ -24,8 +24,13 @@ pub struct Cores {
 impl Cores {
     /// Reads the affinity mask, the nodes and the CPU cgroup (v2, then v1).
     pub fn read() -> Cores {
-        let text = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-        let status = text("/proc/self/status");
+        Cores::read_below(Path::new("/"))
+    }
+
+    /// The same of the /proc and /sys below `root`.
+    pub(super) fn read_below(root: &Path) -> Cores {
+        let text = |path: &str| std::fs::read_to_string(root.join(path)).unwrap_or_default();
+        let status = text("proc/self/status");
         let mask = status
             .lines()
             .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
@@ -33,18 +38,18 @@ impl Cores {
         if allowed.is_empty() {
             allowed = (0..super::cores()).collect();
         }
-        let online = cpu_list(&text("/sys/devices/system/cpu/online")).len();
+        let online = cpu_list(&text("sys/devices/system/cpu/online")).len();
         let node = |number: usize| {
             cpu_list(&text(&format!(
-                "/sys/devices/system/node/node{number}/cpulist"
+                "sys/devices/system/node/node{number}/cpulist"
             )))
         };
-        let numbers = cpu_list(&text("/sys/devices/system/node/online"));
+        let numbers = cpu_list(&text("sys/devices/system/node/online"));
         let nodes = numbers.into_iter().map(node).collect();
         Cores {
             online: online.max(allowed.len()),
             nodes: by_node(allowed, nodes),
-            quota: quota(),
+            quota: quota(root),
         }
     }
 
@@ -107,7 +112,7 @@ impl Cores {
 }
 
 /// A list of the kernel's: "0-3,8" is 0, 1, 2, 3 and 8. What is no list is empty.
-fn cpu_list(text: &str) -> Vec<usize> {
+pub(super) fn cpu_list(text: &str) -> Vec<usize> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         Some(first.trim().parse::<usize>().ok()?..=last.trim().parse::<usize>().ok()?)
@@ -129,9 +134,9 @@ fn by_node(mut allowed: Vec<usize>, nodes: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
 }
 
 /// The least quota of the process's cgroup and those above it, in CPUs.
-fn quota() -> Option<f64> {
+fn quota(root: &Path) -> Option<f64> {
     let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
-    let quotas = cgroup_directories(Path::new("/"), "cpu")
+    let quotas = cgroup_directories(root, "cpu")
         .into_iter()
         .filter_map(|(v2, at)| {
             let text = match v2 {

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::{HostMemory, cgroup_directories};
+use super::HostMemory;
+use super::cores::{Cores, cpu_list};
 use crate::plan::bytes_text;
 
 /// How much something matters, worst first.
@@ -140,40 +141,11 @@ impl Root {
         }
     }
 
-    /// Cores that the process may run on.
-    pub(super) fn allowed_cores(&self) -> Option<Vec<u32>> {
-        cores_of(&self.field("proc/self/status", "Cpus_allowed_list")?)
+    /// Cores that the process may run on; `None` where that is not told.
+    pub(super) fn allowed_cores(&self) -> Option<Vec<usize>> {
+        let list = cpu_list(&self.field("proc/self/status", "Cpus_allowed_list")?);
+        (!list.is_empty()).then_some(list)
     }
-
-    /// Whole cores that the tightest CPU quota of this process's control groups allows.
-    fn quota_cores(&self) -> Option<f64> {
-        let read = |path: PathBuf| std::fs::read_to_string(path).ok();
-        let quotas = cgroup_directories(&self.0, "cpu").into_iter();
-        let quotas = quotas.filter_map(|(second, at)| {
-            let text = match second {
-                true => read(at.join("cpu.max"))?,
-                false => {
-                    let quota = read(at.join("cpu.cfs_quota_us"))?;
-                    format!("{} {}", quota.trim(), read(at.join("cpu.cfs_period_us"))?)
-                }
-            };
-            let (quota, period) = text.trim().split_once(' ')?;
-            let cores = quota.parse::<f64>().ok()? / period.parse::<f64>().ok()?;
-            (cores > 0.0).then_some(cores)
-        });
-        quotas.min_by(f64::total_cmp)
-    }
-}
-
-/// Numbers of a list such as `0-3,8`.
-pub(super) fn cores_of(list: &str) -> Option<Vec<u32>> {
-    let mut cores = Vec::new();
-    for part in list.trim().split(',').filter(|part| !part.is_empty()) {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        cores.extend(first..=last.min(first.saturating_add(1 << 16)));
-    }
-    Some(cores)
 }
 
 /// What a run takes, where it is known.
@@ -245,12 +217,8 @@ fn cores(root: &Root) -> Finding {
     let Some(allowed) = root.allowed_cores() else {
         return Finding::unknown(subject, "no Cpus_allowed_list in /proc/self/status");
     };
-    let online = root.text("sys/devices/system/cpu/online");
-    let online = online.and_then(|list| Some(cores_of(&list)?.len()));
-    let online = online.unwrap_or(allowed.len()).max(allowed.len());
-    let quota = root
-        .quota_cores()
-        .filter(|quota| *quota < allowed.len() as f64);
+    let Cores { online, quota, .. } = Cores::read_below(&root.0);
+    let quota = quota.filter(|quota| *quota < allowed.len() as f64);
     if let Some(quota) = quota {
         let found = format!("the CPU quota allows {quota:.1} of {online}");
         let remedy = "raise it: docker run --cpus, CPUQuota of the unit, cpu.max of the group";

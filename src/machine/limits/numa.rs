@@ -1,6 +1,6 @@
 //! Cards on the bus, their links, and which memory they are near to.
 
-use super::{Finding, Level, Root, cores_of};
+use super::{Finding, Level, Root, cpu_list};
 
 /// PCI vendor of NVIDIA.
 const NVIDIA: &str = "0x10de";
@@ -37,16 +37,16 @@ fn cards(root: &Root) -> Vec<OnBus> {
 }
 
 /// Nodes with their cores, by number.
-fn nodes(root: &Root) -> Vec<(u32, Vec<u32>)> {
+fn nodes(root: &Root) -> Vec<(u32, Vec<usize>)> {
     let folder = "sys/devices/system/node";
     let entries = std::fs::read_dir(root.path(folder)).into_iter().flatten();
-    let mut nodes: Vec<(u32, Vec<u32>)> = entries
+    let mut nodes: Vec<(u32, Vec<usize>)> = entries
         .flatten()
         .filter_map(|entry| {
             let name = entry.file_name().to_string_lossy().into_owned();
             let number = name.strip_prefix("node")?.parse().ok()?;
             let cores = root.text(&format!("{folder}/{name}/cpulist"))?;
-            Some((number, cores_of(&cores)?))
+            Some((number, cpu_list(&cores)))
         })
         .collect();
     nodes.sort();
@@ -57,7 +57,7 @@ fn nodes(root: &Root) -> Vec<(u32, Vec<u32>)> {
 pub(super) fn examine(root: &Root) -> Vec<Finding> {
     let nodes = nodes(root);
     let allowed = root.allowed_cores().unwrap_or_default();
-    let near = |node: &(u32, Vec<u32>)| node.1.iter().any(|core| allowed.contains(core));
+    let near = |node: &(u32, Vec<usize>)| node.1.iter().any(|core| allowed.contains(core));
     let used: Vec<u32> = nodes.iter().filter(|n| near(n)).map(|n| n.0).collect();
     let mut findings = Vec::new();
     match (nodes.len(), &used[..]) {
@@ -85,7 +85,12 @@ pub(super) fn examine(root: &Root) -> Vec<Finding> {
 }
 
 /// The card's node beside those that the process runs on.
-fn node_of(root: &Root, card: &OnBus, nodes: &[(u32, Vec<u32>)], used: &[u32]) -> Option<Finding> {
+fn node_of(
+    root: &Root,
+    card: &OnBus,
+    nodes: &[(u32, Vec<usize>)],
+    used: &[u32],
+) -> Option<Finding> {
     if nodes.len() < 2 {
         return None;
     }
