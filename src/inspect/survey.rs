@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::store::format::{
     self, Flaw, Geometry, MANIFEST_COPIES, Manifest, Region, SUPERBLOCK_COPIES, Superblock,
 };
+use crate::store::recover::{in_force, newest};
 use crate::tile::PAGE_BYTES;
 
 /// What is wrong at a place of the file.
@@ -87,7 +88,7 @@ impl Survey {
     /// [`Error::Unsupported`] if a later version made the store.
     pub(super) fn read(file: &TileFile) -> Result<Survey> {
         let copies = read_superblocks(file)?;
-        let superblock = in_force(&copies, |superblock| {
+        let superblock = in_force(copies.iter().flatten(), |superblock| {
             newest(superblock).is_none_or(|region| {
                 let found = read_commit(file, superblock, region);
                 found.is_some_and(|found| found.manifest.is_some())
@@ -185,32 +186,6 @@ fn unreadable(what: &str, copy: usize, offset: u64, error: &std::io::Error) -> F
         expected: "bytes that can be read".to_string(),
         got: error.to_string(),
     }
-}
-
-/// FORMAT.md, "Opening": the highest sequence that two copies agree on or whose newest commit is
-/// whole.
-pub(super) fn in_force(
-    copies: &[Result<Superblock, Fault>],
-    newest_is_whole: impl Fn(&Superblock) -> bool,
-) -> Option<&Superblock> {
-    let mut found: Vec<&Superblock> = copies.iter().flatten().collect();
-    found.sort_by_key(|superblock| std::cmp::Reverse(superblock.sequence));
-    let agree = |candidate: &Superblock| found.iter().filter(|f| **f == candidate).count() >= 2;
-    let mut candidates = found.iter();
-    candidates
-        .find(|candidate| agree(candidate) || newest_is_whole(candidate))
-        .copied()
-}
-
-/// Region of the newest commit.
-fn newest(superblock: &Superblock) -> Option<usize> {
-    let held = superblock.regions.iter().enumerate();
-    held.filter_map(|(index, region)| match region {
-        Region::Free => None,
-        Region::Committed { generation, .. } => Some((*generation, index)),
-    })
-    .max()
-    .map(|(_, index)| index)
 }
 
 /// Both manifest copies of a region; `None` for a free one.

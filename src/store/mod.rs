@@ -25,7 +25,7 @@ pub mod moments;
 pub mod mutant;
 mod pool;
 mod reader;
-mod recover;
+pub(crate) mod recover;
 mod resize;
 pub mod scratch;
 pub mod sim;

@@ -42,6 +42,35 @@ impl Lost {
     }
 }
 
+/// FORMAT.md, "Opening": the highest sequence that two copies agree on or whose newest commit is
+/// whole.
+pub(crate) fn in_force<'a>(
+    copies: impl Iterator<Item = &'a Superblock>,
+    newest_is_whole: impl Fn(&Superblock) -> bool,
+) -> Option<&'a Superblock> {
+    let mut found: Vec<&Superblock> = copies.collect();
+    found.sort_by_key(|superblock| std::cmp::Reverse(superblock.sequence));
+    if mutant::is(Mutant::SequenceUnchecked) {
+        found.reverse();
+    }
+    let agree = |candidate: &Superblock| found.iter().filter(|f| **f == candidate).count() >= 2;
+    let mut candidates = found.iter();
+    candidates
+        .find(|candidate| agree(candidate) || newest_is_whole(candidate))
+        .copied()
+}
+
+/// Region of the newest commit.
+pub(crate) fn newest(superblock: &Superblock) -> Option<usize> {
+    let held = superblock.regions.iter().enumerate();
+    held.filter_map(|(index, region)| match region {
+        Region::Free => None,
+        Region::Committed { generation, .. } => Some((*generation, index)),
+    })
+    .max()
+    .map(|(_, index)| index)
+}
+
 /// What a store holds.
 pub(super) struct Found {
     /// By number.
@@ -160,21 +189,9 @@ impl Recovery<'_> {
 
     /// The superblock in force; FORMAT.md, "Opening", says which.
     fn choose(&self, copies: &[Copy]) -> Result<Superblock> {
-        let mut found: Vec<&Superblock> = copies.iter().flatten().collect();
-        found.sort_by_key(|superblock| std::cmp::Reverse(superblock.sequence));
-        if mutant::is(Mutant::SequenceUnchecked) {
-            found.reverse();
-        }
-        let mut agreed = None;
-        for candidate in &found {
-            let count = found.iter().filter(|other| *other == candidate).count();
-            if count >= 2 || self.newest_is_whole(candidate) {
-                agreed = Some((*candidate).clone());
-                break;
-            }
-        }
-        if let Some(superblock) = agreed {
-            return Ok(superblock);
+        let whole = |superblock: &Superblock| self.newest_is_whole(superblock);
+        if let Some(superblock) = in_force(copies.iter().flatten(), whole) {
+            return Ok(superblock.clone());
         }
         Err(match copies.iter().find_map(|copy| copy.as_ref().err()) {
             Some(Error::Damaged {
@@ -196,14 +213,7 @@ impl Recovery<'_> {
     }
 
     fn newest_is_whole(&self, superblock: &Superblock) -> bool {
-        let generation = |index: &usize| match superblock.regions[*index] {
-            Region::Free => None,
-            Region::Committed { generation, .. } => Some(generation),
-        };
-        let newest = (0..superblock.regions.len())
-            .filter_map(|index| Some((generation(&index)?, index)))
-            .max();
-        newest.is_none_or(|(_, index)| self.commit(superblock, index).is_ok())
+        newest(superblock).is_none_or(|region| self.commit(superblock, region).is_ok())
     }
 
     fn commits(&self, superblock: &Superblock) -> (Vec<Option<Manifest>>, Vec<Lost>) {
