@@ -8,10 +8,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
+#[path = "support/tool.rs"]
+mod tool;
+
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -20,6 +23,7 @@ use terrace::measure::job_file;
 use terrace::measure::profile::Profile;
 use terrace::measure::words::{self, Job, WORDS};
 use terrace::schedule::simulate::ZstdRates;
+use tool::Ended;
 
 const BENCH: &str = env!("CARGO_BIN_EXE_terrace-bench");
 const TERRACE: &str = env!("CARGO_BIN_EXE_terrace");
@@ -27,38 +31,6 @@ const FIO: &str = include_str!("fixtures/bench/fio-3.33.json");
 
 struct Room {
     dir: TempDir,
-}
-
-#[derive(Debug)]
-struct Ended {
-    code: i32,
-    out: String,
-    err: String,
-}
-
-impl From<Output> for Ended {
-    fn from(output: Output) -> Ended {
-        Ended {
-            code: output.status.code().expect("no signal ended it"),
-            out: String::from_utf8(output.stdout).unwrap(),
-            err: String::from_utf8(output.stderr).unwrap(),
-        }
-    }
-}
-
-impl Ended {
-    fn success(self) -> String {
-        assert_eq!(self.code, 0, "{self:?}");
-        assert_eq!(self.err, "");
-        self.out
-    }
-
-    /// One line on standard error, and nothing else.
-    fn refused(self, code: i32) -> String {
-        assert_eq!(self.code, code, "{self:?}");
-        assert_eq!(self.err.matches('\n').count(), 1, "{self:?}");
-        self.err.trim_end().to_string()
-    }
 }
 
 impl Room {

@@ -8,6 +8,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
+#[path = "support/tool.rs"]
+mod tool;
+
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -18,57 +21,16 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use terrace::store::checksum;
 use terrace::store::format::{Region, Superblock, superblock, superblock_offset};
+use tool::{Ended, RUN};
 
 const TERRACE: &str = env!("CARGO_BIN_EXE_terrace");
 const INSPECT: &str = env!("CARGO_BIN_EXE_terrace-inspect");
-
-const RUN: &str = r#"
-[model]
-path = "model"
-init = "random"
-[data]
-train = "text.txt"
-seq_len = 16
-[train]
-steps = 4
-micro_batch = 1
-micro_batches = 2
-learning_rate = 2e-2
-[memory]
-device = "64MiB"
-host = "64MiB"
-[checkpoint]
-every = 2
-keep = 2
-[log]
-dir = "run"
-"#;
 
 const STORE: &str = "run/checkpoint/checkpoint.tiles";
 
 /// A directory in which the tools run.
 struct Room {
     dir: TempDir,
-}
-
-/// How a tool ended.
-#[derive(Debug)]
-struct Ended {
-    code: i32,
-    out: String,
-    err: String,
-}
-
-impl Ended {
-    /// Standard output of a success.
-    fn success(self) -> String {
-        assert_eq!((self.code, self.err.as_str()), (0, ""), "{}", self.out);
-        self.out
-    }
-
-    fn json(&self) -> Value {
-        serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e}: {self:?}"))
-    }
 }
 
 /// Trains once in each precision; every room has a copy.
@@ -134,13 +96,8 @@ impl Room {
         let output = Command::new(tool)
             .args(arguments.split_whitespace())
             .current_dir(self.dir.path())
-            .output()
-            .unwrap();
-        Ended {
-            code: output.status.code().expect("no signal ended it"),
-            out: String::from_utf8(output.stdout).unwrap(),
-            err: String::from_utf8(output.stderr).unwrap(),
-        }
+            .output();
+        output.unwrap().into()
     }
 
     fn inspect(&self, arguments: &str) -> Ended {

@@ -8,39 +8,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
+#[path = "support/tool.rs"]
+mod tool;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use terrace::device::cuda::Card;
+use tool::{Ended, RUN};
 
 const TERRACE: &str = env!("CARGO_BIN_EXE_terrace");
 const INSPECT: &str = env!("CARGO_BIN_EXE_terrace-inspect");
-
-const RUN: &str = r#"
-[model]
-path = "model"
-init = "random"
-[data]
-train = "text.txt"
-seq_len = 16
-[train]
-steps = 4
-micro_batch = 1
-micro_batches = 2
-learning_rate = 2e-2
-[memory]
-device = "64MiB"
-host = "64MiB"
-[checkpoint]
-every = 2
-keep = 2
-[log]
-dir = "run"
-"#;
 
 fn model() -> Value {
     json!({
@@ -55,33 +37,6 @@ fn model() -> Value {
 /// A directory with a model, a text and a run.toml, in which the tools run.
 struct Room {
     dir: TempDir,
-}
-
-/// How a tool ended.
-#[derive(Debug)]
-struct Ended {
-    code: i32,
-    out: String,
-    err: String,
-}
-
-impl From<Output> for Ended {
-    fn from(output: Output) -> Ended {
-        Ended {
-            code: output.status.code().expect("no signal ended it"),
-            out: String::from_utf8(output.stdout).unwrap(),
-            err: String::from_utf8(output.stderr).unwrap(),
-        }
-    }
-}
-
-impl Ended {
-    /// Standard output of a success.
-    fn success(self) -> String {
-        assert_eq!(self.code, 0, "{self:?}");
-        assert_eq!(self.err, "");
-        self.out
-    }
 }
 
 impl Room {
@@ -697,6 +652,22 @@ fn a_commit_is_exported_with_its_tokenizer_from_any_directory() {
         .success();
     let warning = "warning: model.path of the run, model, is not there: no tokenizer files";
     assert!(said.starts_with(warning), "{said}");
+}
+
+#[test]
+fn an_export_that_does_not_fit_is_refused_before_anything_is_written() {
+    let room = Room::trained();
+    let Some(_mount) = Mount::tmpfs(room.path("small"), "64k") else {
+        return;
+    };
+    let before = room.listing();
+    let ended = room.terrace("export --checkpoint run/checkpoint --out small/model");
+    let refusal = ended.refused(2);
+    assert!(
+        refusal.contains("bytes free, got 65536; free space"),
+        "{refusal}"
+    );
+    assert_eq!(room.listing(), before);
 }
 
 #[test]
