@@ -10,6 +10,7 @@
 #[path = "support/tiny.rs"]
 mod support;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -589,6 +590,58 @@ fn anchors_may_be_in_the_store() {
     }
 }
 
+/// All tiers of a plan, with its store in `directory`; nothing is in the tiles.
+fn tiers_of(plan: &Plan, directory: &Path) -> Tiers {
+    let (profile, arena) = (&plan.device, plan.map.bytes);
+    let device = Device::open(profile.card, arena, profile.activation_bytes).unwrap();
+    let mut cutter = HostArena::take(plan.host.bytes).unwrap();
+    let ring = cutter.cut_ring(plan.host.slabs as usize, plan.host.slab_bytes);
+    let store = plan.spills().then(|| {
+        let paths = [(PathBuf::from(directory), PLENTY)];
+        Scratch::create(&paths, &transfer::stored(plan), None, &[ring.span()]).unwrap()
+    });
+    Tiers::new(plan, device, cutter, ring, store, Stats::new(false))
+}
+
+/// More rows than are gathered at once, from a table in host and from a spilled one.
+#[test]
+fn rows_that_are_gathered_in_pieces_are_those_that_were_named() {
+    const TOKENS: u64 = 20_000;
+    let spec = support::spec(1, 64, 17, false);
+    let config = support::config(TOKENS, 1);
+    let profile = support::profile(config.precision());
+    let budgets = |host| Budgets {
+        device: PLENTY,
+        host,
+        store: PLENTY,
+    };
+    let plan = |host| Plan::new(&spec, &config, &profile, budgets(host), Purpose::Forward);
+    let roomy = plan(PLENTY).unwrap();
+    for host in [roomy.host.bytes, roomy.host.bytes - roomy.host.homes] {
+        let plan = plan(host).unwrap();
+        let directory = directory();
+        let tiers = tiers_of(&plan, directory.path());
+        assert_eq!(tiers.is_spilled(0, Section::Weight), plan.spills());
+        // Each row holds its own number.
+        let rows = |_, elements: Range<u64>, out: &mut [f32]| {
+            let numbered = out.iter_mut().zip(elements);
+            numbered.for_each(|(value, element)| *value = (element / spec.hidden) as f32);
+            Ok(())
+        };
+        tiers.initialise(rows).unwrap();
+        let tokens: Vec<u32> = (0..TOKENS as u32).map(|at| at * 7 % 17).collect();
+        let out = View::new(
+            plan.map.anchor(1, 0),
+            TOKENS * spec.hidden,
+            tiers.device.activation_dtype(),
+        );
+        tiers.gather_rows(&tokens, spec.hidden, out).unwrap();
+        let got = tiers.device.read_f32(out);
+        let wanted = tokens.iter().flat_map(|row| [*row as f32; 64]);
+        assert!(got.into_iter().eq(wanted), "spilled: {}", plan.spills());
+    }
+}
+
 /// Of an anchor of two extents that its micro-batch fills to a half, the first moves; of a full one
 /// both do.
 #[test]
@@ -614,13 +667,8 @@ fn an_anchor_of_several_extents_comes_back() {
     let row = 2 * all.map.anchor_bytes;
     let plan = choose(all.map.bytes + profile.fixed_bytes - row);
     assert_eq!((plan.map.shape.travelling, plan.stored_anchors), (1, 1));
-    let device = Device::open(profile.card, plan.map.bytes, profile.activation_bytes).unwrap();
-    let mut cutter = HostArena::take(plan.host.bytes).unwrap();
-    let ring = cutter.cut_ring(plan.host.slabs as usize, plan.host.slab_bytes);
     let directory = directory();
-    let paths = [(PathBuf::from(directory.path()), PLENTY)];
-    let store = Scratch::create(&paths, &transfer::stored(&plan), None, &[ring.span()]).unwrap();
-    let tiers = Tiers::new(&plan, device, cutter, ring, Some(store), Stats::new(false));
+    let tiers = tiers_of(&plan, directory.path());
     let anchor = |micro, tokens| {
         let offset = plan.map.anchor(1, micro);
         View::new(

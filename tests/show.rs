@@ -565,6 +565,8 @@ fn prometheus_is_answered_and_no_client_keeps_the_run() {
             answer.starts_with(&format!("HTTP/1.1 {status}\r\n")),
             "{answer}"
         );
+        let (_, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert_eq!(body.is_empty(), request.starts_with("HEAD"), "{answer}");
     }
     // Silent, too long, gone: each costs the next client two seconds at most, and the run nothing.
     let silent: Vec<TcpStream> = (0..2).map(|_| running.connect()).collect();
@@ -595,7 +597,9 @@ fn the_status_tells_where_the_lanes_are() {
     let began = Instant::now();
     let status = loop {
         let status: Value = serde_json::from_str(&place.read("log/status.json")).unwrap();
-        if status["lanes"][0]["lane"] == "compute" {
+        // Between two actions, not only before the first.
+        let lane = &status["lanes"][0];
+        if lane["lane"] == "compute" && lane["done"].as_u64() > Some(0) {
             break status;
         }
         assert!(began.elapsed() < Duration::from_secs(20), "{status}");
@@ -607,6 +611,8 @@ fn the_status_tells_where_the_lanes_are() {
     let lane = &status["lanes"][0];
     assert!(lane["of"].as_u64() > Some(10), "{status}");
     assert!(lane["done"].as_u64() <= lane["of"].as_u64(), "{status}");
+    let is_done = lane["done"] == lane["of"];
+    assert_eq!(lane["action"] == "", is_done, "{status}");
     assert!(status["resident_bytes"].as_u64() > Some(1 << 20));
 }
 
