@@ -927,6 +927,44 @@ fn what_a_run_is_reported_to_is_taken_over_or_told() {
     }
 }
 
+/// As the Trainer has it, in whatever order they are written.
+#[test]
+fn warmup_steps_that_are_named_go_before_a_share() {
+    for (lines, warmup) in [
+        (["warmup_ratio: 0.1", "warmup_steps: 20"], 20),
+        (["warmup_steps: 20", "warmup_ratio: 0.1"], 20),
+        (["warmup_ratio: 0.1", "warmup_steps: 0"], 100),
+        (["warmup_steps: 0", "warmup_ratio: 0.1"], 100),
+    ] {
+        let lines = lines.join("\n");
+        let yaml = format!("model_name_or_path: m\ndataset: d\nmax_steps: 1000\n{lines}\n");
+        let imported = import(&yaml, "lf.yaml").expect("a run");
+        let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
+        assert_eq!(config.train.warmup_steps, warmup, "{lines}");
+    }
+}
+
+/// `eval_strategy: epoch` has no key here: the best of no evaluations must not refuse the file.
+#[test]
+fn the_best_of_no_evaluations_is_left_out_of_an_import() {
+    let yaml = "model_name_or_path: m\ndataset: d\neval_strategy: epoch\n\
+                load_best_model_at_end: true\nearly_stopping_steps: 3\nval_size: 0.1\n";
+    let imported = import(yaml, "lf.yaml").expect("a run");
+    let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
+    assert!(!config.checkpoint.keep_best);
+    assert_eq!(config.train.early_stopping_patience, 0);
+    let told = |key: &str| imported.lines.iter().any(|line| line.contains(key));
+    assert!(
+        told("keep_best") && told("early_stopping"),
+        "{:?}",
+        imported.lines
+    );
+    let imported = import(&format!("{yaml}eval_steps: 50\n"), "lf.yaml").expect("a run");
+    let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
+    assert!(config.checkpoint.keep_best);
+    assert_eq!(config.train.early_stopping_patience, 3);
+}
+
 #[test]
 fn a_file_of_megatrain_is_imported() {
     let yaml = "model:
