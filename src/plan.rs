@@ -144,6 +144,9 @@ pub struct Choice {
     pub stored_anchors: u16,
     /// Spilled moments are compressed, where the config leaves that to the plan.
     pub zstd: bool,
+    /// What spills is spread over the layers, so that the disk has work throughout a step; else the
+    /// last layers spill first.
+    pub spread: bool,
 }
 
 /// A tile's layout and the homes of its sections.
@@ -226,6 +229,8 @@ pub struct Plan {
     /// So many were asked for ([`Choice::stored_anchors`]), in place of states of tiles: no tier
     /// lacked room for them.
     pub anchors_by_choice: bool,
+    /// What spills is spread over the layers ([`Choice::spread`]).
+    pub spread: bool,
     /// Host arena.
     pub host: HostMap,
     /// Device arena.
@@ -348,6 +353,7 @@ impl Plan {
                 micros: least.shape.micros,
             },
             zstd: config.memory.zstd.or(choice.zstd),
+            spread: choice.spread,
         };
         let Placed {
             tiles,
@@ -355,15 +361,9 @@ impl Plan {
             stored_anchors,
         } = homes::place(spec, config, purpose, deferred, room)?;
         let (map, kept) = fill_device(spec, config, &least, &tiles, arena);
-        let bytes_of = |tile: &TilePlan, s| extents_bytes(&tile.layout, s, precision);
-        let spilled_bytes: u64 = tiles
-            .iter()
-            .flat_map(|tile| tile.spilled().map(|s| bytes_of(tile, s)))
-            .sum();
-        let state_bytes: u64 = tiles
-            .iter()
-            .flat_map(|tile| Section::present(precision).map(|s| bytes_of(tile, s)))
-            .sum();
+        let in_store = |tile: &TilePlan, s| tile.homes[s as usize] == Some(Home::Store);
+        let spilled_bytes = stored_bytes(&tiles, precision, in_store);
+        let state_bytes = stored_bytes(&tiles, precision, |_, _| true);
         let wear = Wear::new(config, purpose, state_bytes);
         Ok(Plan {
             purpose,
@@ -373,6 +373,7 @@ impl Plan {
             seed: config.train.seed,
             tiles,
             stored_anchors,
+            spread: choice.spread,
             anchors_by_choice: asked > 0 && stored_anchors == asked,
             host,
             map,
@@ -442,6 +443,21 @@ impl Plan {
     pub fn spills(&self) -> bool {
         self.store_bytes() > 0
     }
+}
+
+/// Bytes of the extents of sections that are `wanted`.
+fn stored_bytes(
+    tiles: &[TilePlan],
+    precision: Precision,
+    wanted: impl Fn(&TilePlan, Section) -> bool,
+) -> u64 {
+    let of_tile = |tile: &TilePlan| -> u64 {
+        let sections = Section::present(precision).filter(|s| wanted(tile, *s));
+        sections
+            .map(|s| extents_bytes(&tile.layout, s, precision))
+            .sum()
+    };
+    tiles.iter().map(of_tile).sum()
 }
 
 /// Bytes of a section's extents in a store: each padded to a page.

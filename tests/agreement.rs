@@ -88,6 +88,8 @@ enum OnDevice {
 struct Way {
     spilled: Spilled,
     on_device: OnDevice,
+    /// What spills is spread over the layers.
+    spread: bool,
     /// Layers that are updated under the next forward; with clipping all are.
     deferred: Deferred,
     /// Layers whose anchors are in host between forward and backward.
@@ -111,6 +113,7 @@ struct Way {
 const PLAIN: Way = Way {
     spilled: Spilled::Nothing,
     on_device: OnDevice::Nothing,
+    spread: false,
     deferred: Deferred { first: 0, last: 0 },
     travelling: 0,
     stored: 0,
@@ -162,6 +165,7 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
         let choice = Choice {
             deferred: way.deferred,
             stored_anchors: way.stored,
+            spread: way.spread,
             zstd: false,
         };
         Plan::choosing(&spec, config, &profile, budgets, Purpose::Train, choice).unwrap()
@@ -435,6 +439,10 @@ fn ways() -> Vec<Way> {
             ..PLAIN
         },
         spilled(Spilled::SomeMoments),
+        Way {
+            spread: true,
+            ..spilled(Spilled::SomeMoments)
+        },
         Way {
             zstd: true,
             slabs: 4,

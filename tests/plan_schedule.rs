@@ -695,6 +695,66 @@ fn activations_are_kept_lean_before_few_are_kept_whole() {
     assert!((some.1 - none.1 - elements * 4.0 / 1e9).abs() < 1e-12);
 }
 
+/// A step whose disk works only while the updates of neighbours run, and then has nothing to do,
+/// took 33 s where the disk alone takes 25.
+#[test]
+fn what_spills_is_spread_where_the_disk_then_always_has_work() {
+    let mut case = Case {
+        spec: support::spec(12, 16, 17, false),
+        config: support::config(64, 4),
+        choice: Choice::default(),
+    };
+    case.config.train.max_grad_norm = 0.0;
+    case.config.memory.recompute = Recompute::All;
+    let roomy = case.roomy();
+    let moments: u64 = roomy
+        .tiles
+        .iter()
+        .map(|tile| 8 * tile.layout.elements)
+        .sum();
+    let given = budgets(roomy.map.bytes, roomy.host.bytes - moments / 3, PLENTY);
+    let plan = |spread| {
+        let mut case = case.clone();
+        case.choice.spread = spread;
+        case.plan(given).unwrap()
+    };
+    let (last, spread) = (plan(false), plan(true));
+    let spilling = |plan: &Plan| -> Vec<bool> {
+        let of_block = |tile: &TilePlan| tile.spilled().next().is_some();
+        plan.tiles[1..=12].iter().map(of_block).collect()
+    };
+    assert!(!last.spread && spread.spread);
+    assert!(spilling(&last).is_sorted(), "{:?}", spilling(&last));
+    // Of neighbours one at least, and no more in one half than in the other by two.
+    let of = spilling(&spread);
+    assert!(of.windows(2).all(|pair| pair[0] || pair[1]), "{of:?}");
+    let count = |half: &[bool]| half.iter().filter(|spills| **spills).count();
+    assert!(count(&of[..6]).abs_diff(count(&of[6..])) <= 2, "{of:?}");
+    assert!(last.spilled_bytes.abs_diff(spread.spilled_bytes) < moments / 20);
+    // Arithmetic takes half as long as the disk.
+    let mut rates = machine_rates();
+    let predict = |plan: &Plan, rates: &Rates| simulate(plan, &Schedule::train(plan), rates);
+    let compute = predict(&last, &rates).compute_seconds;
+    let moved = 2.0 * last.spilled_bytes as f64;
+    rates.store_mixed = moved / (2.0 * compute);
+    (rates.store_read, rates.store_write) = (rates.store_mixed, rates.store_mixed);
+    let device = DeviceProfile::cpu();
+    let (chosen, prediction) = fastest(&case.spec, &case.config, &device, given, &rates).unwrap();
+    assert!(chosen.spread);
+    let other = predict(&last, &rates).step_seconds;
+    assert!(
+        prediction.step_seconds < 0.9 * other,
+        "{} of {other}",
+        prediction.step_seconds
+    );
+    let disk = prediction.store_seconds;
+    assert!(
+        prediction.step_seconds < 1.1 * disk,
+        "{} of {disk}",
+        prediction.step_seconds
+    );
+}
+
 /// AdamW was predicted as if copies to and from the device, which use the same memory, were not
 /// there: 18 % too fast on a server whose step it bounds.
 #[test]
@@ -990,6 +1050,7 @@ fn what_is_suggested_fits_its_budgets_and_can_be_pasted() {
                     deferred: plan.deferred,
                     stored_anchors: plan.stored_anchors,
                     zstd: plan.host.coder_slabs > 0,
+                    spread: plan.spread,
                 };
                 let made = Plan::choosing(&spec, &again, &plan.device, given, purpose, choice);
                 let made = made.unwrap();

@@ -41,6 +41,8 @@ pub(super) struct Room {
     pub(super) anchors: Anchors,
     /// Moments are coded where any are spilled.
     pub(super) zstd: bool,
+    /// What spills is spread over the layers.
+    pub(super) spread: bool,
 }
 
 /// Anchors that leave the device between forward and backward.
@@ -268,7 +270,8 @@ fn spill(
     let states: [&[Section]; 2] = [&[Section::Moment2, Section::Moment1], &[Section::Residual]];
     let mut spilled: Vec<(usize, Section)> = Vec::new();
     for sections in states {
-        spill_sections(&mut tiles, sections, precision, &mut overflow, &mut spilled);
+        let order = order(tiles.len(), sections, room.spread);
+        spill_sections(&mut tiles, order, precision, &mut overflow, &mut spilled);
     }
     if overflow > 0 && anchors.layers > anchors.stored {
         let rows = overflow.div_ceil(anchors.row_bytes().max(1));
@@ -277,8 +280,8 @@ fn spill(
         host = map(&tiles, anchors);
         overflow = host.bytes.saturating_sub(budgets.host);
     }
-    let weights = [Section::Weight];
-    spill_sections(&mut tiles, &weights, precision, &mut overflow, &mut spilled);
+    let weights = order(tiles.len(), &[Section::Weight], room.spread);
+    spill_sections(&mut tiles, weights, precision, &mut overflow, &mut spilled);
     let bytes = map(&tiles, anchors).bytes;
     put_back(
         &mut tiles,
@@ -295,22 +298,34 @@ fn spill(
     })
 }
 
-/// Spills of `sections` as few as end the overflow. Where anything is, `spilled` names it, and
-/// nothing that was spilled before.
+/// Sections of the tiles in the order in which they spill: the last tiles first, since the update
+/// reads them last; or such that any first part of it is spread over the tiles, which multiples of
+/// the golden ratio are.
+fn order(tiles: usize, sections: &[Section], spread: bool) -> Vec<(usize, Section)> {
+    if !spread {
+        let last_first = (0..tiles).rev();
+        return last_first
+            .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
+            .collect();
+    }
+    let mut spread: Vec<usize> = (0..tiles).collect();
+    spread.sort_by_key(|tile| (*tile as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let of_section = |section: &Section| spread.iter().map(|tile| (*tile, *section)).collect();
+    let by_section: Vec<Vec<(usize, Section)>> = sections.iter().map(of_section).collect();
+    by_section.concat()
+}
+
+/// Spills in the order `left` as few as end the overflow. Where anything is, `spilled` names it,
+/// and nothing that was spilled before.
 fn spill_sections(
     tiles: &mut [TilePlan],
-    sections: &[Section],
+    mut left: Vec<(usize, Section)>,
     precision: Precision,
     overflow: &mut u64,
     spilled: &mut Vec<(usize, Section)>,
 ) {
     let slot = |tile: &TilePlan, section| tile.layout.section_slot_bytes(section, precision);
-    // Last layers first: the update reads them last.
-    let mut left: Vec<(usize, Section)> = (0..tiles.len())
-        .rev()
-        .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
-        .filter(|(tile, section)| tiles[*tile].homes[*section as usize] == Some(Home::Host))
-        .collect();
+    left.retain(|(tile, section)| tiles[*tile].homes[*section as usize] == Some(Home::Host));
     if *overflow > 0 && !left.is_empty() {
         spilled.clear();
     }

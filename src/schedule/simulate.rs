@@ -368,7 +368,8 @@ fn compute_seconds(plan: &Plan, work: &Work, rates: &Rates) -> f64 {
 /// memory or moves more is taken only where it saves a hundredth.
 ///
 /// Without clipping, and where arithmetic and AdamW do not share cores, so many updates run under
-/// the next forward. Where tiles are spilled and anchors leave the device, so many of these are in
+/// the next forward. Where tiles are spilled, the last spill first or they are spread over the
+/// layers. Where tiles are spilled and anchors leave the device, so many of these are in
 /// the store in their place: their writes come in forward and their reads in backward. Spilled
 /// moments are compressed or not.
 pub fn fastest(
@@ -383,41 +384,47 @@ pub fn fastest(
         let prediction = simulate(&plan, &Schedule::train(&plan), rates);
         Ok::<_, Error>((plan, prediction))
     };
-    let mut best = plan(Choice::default())?;
     let mut choice = Choice::default();
+    let mut best = plan(choice)?;
+    let layers = spec.layer_count();
     const TRIALS: u16 = 8;
     let counts = |most: u16| (0..=TRIALS).map(move |trial| most * trial / TRIALS);
     let faster = |a: &Prediction, b: &Prediction| a.step_seconds < b.step_seconds * 0.99;
-    if !best.0.clipping && !rates.shared_cores {
-        let layers = spec.layer_count();
+    let take = |best: &mut (Plan, Prediction), choice: &mut Choice, trial: Choice| {
+        // What finds no room makes a plan worse, or none.
+        let Ok(other) = plan(trial) else { return };
+        let moves_states = trial.spread || trial.stored_anchors > 0;
+        let is_allowed = moves_states || other.0.store_bytes() <= best.0.store_bytes();
+        if is_allowed && faster(&other.1, &best.1) {
+            (*best, *choice) = (other, trial);
+        }
+    };
+    let defers = !best.0.clipping && !rates.shared_cores;
+    if defers {
         for (first, last) in counts(layers).flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
             let deferred = Deferred { first, last };
-            // Gradients that find no room make a plan worse, or none.
-            let Ok(other) = plan(Choice { deferred, ..choice }) else {
-                continue;
-            };
-            if other.0.store_bytes() <= best.0.store_bytes() && faster(&other.1, &best.1) {
-                best = other;
-                choice.deferred = deferred;
-            }
+            let trial = Choice { deferred, ..choice };
+            take(&mut best, &mut choice, trial);
         }
     }
     if best.0.spilled_bytes > 0 {
-        let mut chosen_anchors = 0;
+        let Deferred { first, last } = choice.deferred;
+        let firsts = counts(layers).filter(|_| defers);
+        for first in std::iter::once(first).chain(firsts) {
+            let trial = Choice {
+                deferred: Deferred { first, last },
+                spread: true,
+                ..choice
+            };
+            take(&mut best, &mut choice, trial);
+        }
         for stored_anchors in counts(best.0.map.shape.travelling) {
-            // The store may have no room for whole layers of them.
-            let Ok(other) = plan(Choice {
+            let trial = Choice {
                 stored_anchors,
                 ..choice
-            }) else {
-                continue;
             };
-            if faster(&other.1, &best.1) {
-                best = other;
-                chosen_anchors = stored_anchors;
-            }
+            take(&mut best, &mut choice, trial);
         }
-        choice.stored_anchors = chosen_anchors;
     }
     if best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
         let mut other = plan(Choice {
