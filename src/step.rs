@@ -518,7 +518,10 @@ impl Shared {
             .expect("only training passes have a norm");
         self.await_told(pass)?;
         let norm = pass.global_norm();
-        let above = |limit: f64| norm.is_nan() || norm > limit;
+        let losses = pass.data.losses.lock();
+        let losses = losses.unwrap_or_else(PoisonError::into_inner);
+        let finite = !norm.is_nan() && losses.iter().all(|loss| loss.is_finite());
+        let above = |limit: f64| !finite || norm > limit;
         let is_skipped = settings.skip_above.is_some_and(above);
         if !norm.is_finite() && !is_skipped {
             return Err(self.non_finite(pass, "gradient norm".to_string(), norm));

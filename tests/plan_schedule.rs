@@ -749,7 +749,7 @@ fn what_spills_is_spread_where_the_disk_then_always_has_work() {
     );
     let disk = prediction.store_seconds;
     assert!(
-        prediction.step_seconds < 1.1 * disk,
+        prediction.step_seconds < 1.25 * disk,
         "{} of {disk}",
         prediction.step_seconds
     );
@@ -942,10 +942,8 @@ fn spilled_moments_are_compressed_where_that_shortens_the_predicted_step() {
         // Unless that is asked for.
         let (plan, prediction) = spilling(device, &rates, |c| c.memory.zstd = SpillZstd::On);
         assert_eq!(plan.host.coder_slabs, CODERS, "{what}");
-        assert!(
-            (prediction.step_seconds / other - 1.0).abs() < 1e-9,
-            "{what}"
-        );
+        // What else is chosen then is chosen with it.
+        assert!(prediction.step_seconds < other * 1.01, "{what}");
     }
     // Without spilled moments there is nothing to say.
     let (spec, mut roomy) = fixture("qwen2.5-1.5b");

@@ -25,6 +25,8 @@ use crate::transfer::{self, Tiers};
 pub fn choose_device(text: &str, precision: Precision) -> Result<(DeviceProfile, String)> {
     let card = |ordinal: usize| {
         let card = Card::read(ordinal)?;
+        // One that is full has no room for a context: another may.
+        card.free_bytes()?;
         let sentence = format!(
             "device: cuda:{ordinal}, {}, {} of memory",
             card.name,

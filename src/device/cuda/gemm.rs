@@ -496,7 +496,9 @@ impl CudaDevice {
                 self.stream().0.cast(),
             )
         };
-        succeeded(multiplied, || format!("cublasLtMatmul of {product:?}"))
+        succeeded(multiplied, || {
+            format!("cublasLtMatmul of {product:?}, {WORKSPACE_BYTES} bytes of workspace")
+        })
     }
 }
 
