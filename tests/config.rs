@@ -959,7 +959,9 @@ fn the_best_of_no_evaluations_is_left_out_of_an_import() {
         "{:?}",
         imported.lines
     );
-    let imported = import(&format!("{yaml}eval_steps: 50\n"), "lf.yaml").expect("a run");
+    // The Trainer looks at eval_steps under "steps" alone.
+    let yaml = yaml.replace("epoch", "steps") + "eval_steps: 50\n";
+    let imported = import(&yaml, "lf.yaml").expect("a run");
     let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
     assert!(config.checkpoint.keep_best);
     assert_eq!(config.train.early_stopping_patience, 3);
