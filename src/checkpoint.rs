@@ -211,7 +211,7 @@ impl Checkpoints {
         // The commit of the best evaluation stays, if there is room for it beside the others.
         let best = progress.evaluations.best.filter(|_| self.keeps_best);
         let best = best.filter(|best| best.step != progress.step);
-        let held = |best: &Best| Ok::<_, Error>(find_step(&all(&self.store)?, best.step));
+        let held = |best: &Best| Ok::<_, Error>(find_best(&all(&self.store)?, *best));
         let pinned = best.as_ref().map(held).transpose()?.flatten();
         self.store.set_pinned(pinned);
         let before = self.store.counters().write;

@@ -16,9 +16,10 @@ pub mod fill;
 pub mod states;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
 
 use anchors::Anchors;
-use crossbeam_channel::Sender;
+use crossbeam_channel::{Receiver, Sender};
 
 use crate::device::{Device, Dtype, View};
 use crate::error::Result;
@@ -209,6 +210,19 @@ impl Tiers {
         self.store.as_ref().expect("a spilled section has a store")
     }
 
+    /// The next completion, or the store's failure where none comes: a thread of it that panicked
+    /// answers nobody.
+    fn answer(&self, done: &Receiver<Completion>) -> Result<Completion> {
+        const POLL: Duration = Duration::from_millis(100);
+        loop {
+            match (done.recv_timeout(POLL), self.scratch().failure()) {
+                (Ok(completion), _) => return Ok(completion),
+                (Err(_), Some(error)) => return Err(error),
+                (Err(_), None) => {}
+            }
+        }
+    }
+
     /// Starts the read of an extent into a slab.
     pub fn read_extent(
         &self,
@@ -310,7 +324,7 @@ impl Tiers {
                 self.read_extent(key(asked), slab, &reply)?;
                 asked += 1;
             }
-            let completion = done.recv().expect("this function holds a sender");
+            let completion = self.answer(&done)?;
             completion.result?;
             early.push((completion.key.extent, completion.slab));
             while let Some(at) = early.iter().position(|(extent, _)| *extent == given) {

@@ -935,6 +935,8 @@ fn warmup_steps_that_are_named_go_before_a_share() {
         (["warmup_steps: 20", "warmup_ratio: 0.1"], 20),
         (["warmup_ratio: 0.1", "warmup_steps: 0"], 100),
         (["warmup_steps: 0", "warmup_ratio: 0.1"], 100),
+        (["warmup_steps: 0", "warmup_ratio: 1"], 1000),
+        (["warmup_steps: 0", "warmup_ratio: 5"], 0),
     ] {
         let lines = lines.join("\n");
         let yaml = format!("model_name_or_path: m\ndataset: d\nmax_steps: 1000\n{lines}\n");
@@ -942,6 +944,25 @@ fn warmup_steps_that_are_named_go_before_a_share() {
         let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
         assert_eq!(config.train.warmup_steps, warmup, "{lines}");
     }
+}
+
+/// Evaluations without rows refused the whole import, by a line of a file that nobody had written.
+#[test]
+fn evaluations_without_rows_are_left_out_of_an_import() {
+    let yaml = "model_name_or_path: m\ndataset: d\nval_size: 0\neval_strategy: steps\n\
+                eval_steps: 50\nload_best_model_at_end: true\n";
+    let imported = import(yaml, "lf.yaml").expect("a run");
+    let config = RunConfig::parse(&imported.toml, "run.toml", &[]).expect("a run");
+    assert_eq!(
+        (config.train.eval_every, config.checkpoint.keep_best),
+        (0, false)
+    );
+    let told = |key: &str| imported.lines.iter().any(|line| line.contains(key));
+    assert!(
+        told("eval_steps") && told("load_best"),
+        "{:?}",
+        imported.lines
+    );
 }
 
 /// `eval_strategy: epoch` has no key here: the best of no evaluations must not refuse the file.

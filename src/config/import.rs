@@ -288,8 +288,20 @@ impl Import {
 
     /// Leaves out what needs evaluations where there are none.
     fn look_at_evaluations(&mut self) {
-        let has_rows = self.has("data.eval") || self.has("data.eval_split");
+        let split = self.named("val_size").and_then(Entry::number);
+        let has_rows = self.has("data.eval") || split.is_some_and(|size| size > 0.0);
         let evaluates = has_rows && self.has("train.eval_every");
+        let asks = self
+            .named("eval_steps")
+            .or(self.named("eval_strategy"))
+            .cloned();
+        if let Some(entry) = asks.filter(|_| self.has("train.eval_every") && !has_rows) {
+            self.keys.retain(|(named, _)| named != "train.eval_every");
+            self.line(
+                &entry,
+                "needs rows: set data.eval or data.eval_split, then train.eval_every",
+            );
+        }
         for (key, path) in [
             ("checkpoint.keep_best", "load_best_model_at_end"),
             ("train.early_stopping_patience", "early_stopping_steps"),
@@ -505,9 +517,19 @@ fn warmup(import: &mut Import, entry: &Entry) {
 fn warmup_ratio(import: &mut Import, entry: &Entry) {
     // Steps beat a share of them.
     let steps = import.named("warmup_steps").and_then(Entry::number);
-    let is_zero = entry.number() == Some(0.0);
-    if !is_zero && steps.is_none_or(|steps| steps <= 0.0) {
-        import.steps_of(entry, "train.warmup_steps");
+    if steps.is_some_and(|steps| steps > 0.0) {
+        return;
+    }
+    match (entry.number(), import.steps()) {
+        (Some(0.0), _) => {}
+        (Some(1.0), Some(all)) => import.set("train.warmup_steps", format!("{all:.0}")),
+        (Some(share), _) if share > 0.0 && share < 1.0 => {
+            import.steps_of(entry, "train.warmup_steps");
+        }
+        _ => import.line(
+            entry,
+            "is no share of steps that are known: set train.warmup_steps",
+        ),
     }
 }
 

@@ -128,7 +128,7 @@ pub fn export(
     let layouts = spec.tile_layouts();
     let shards = plan_shards(&layouts, options)?;
     let tensor_bytes = shards.iter().map(|shard| shard.tensor_bytes).sum();
-    target.remove_leftovers()?;
+    target.remove_leftovers();
     target.check_space(tensor_bytes)?;
     let mut partial = Partial::create(&target)?;
     let mut tensors = TensorWriter::new(&partial.path, options.dtype, &shards);
@@ -438,11 +438,11 @@ impl Target {
 
     /// Removes what exports to this name left that were killed. One that goes on has the lock of
     /// its directory; where there are no locks, nothing is removed.
-    fn remove_leftovers(&self) -> Result<()> {
+    fn remove_leftovers(&self) {
         let start = format!(".{}.partial-", self.name);
-        let io = |source| Error::io("list", &self.parent, source);
-        for entry in fs::read_dir(&self.parent).map_err(io)? {
-            let name = entry.map_err(io)?.file_name();
+        // What cannot be listed or removed is in nobody's way: its name is of another process.
+        for entry in fs::read_dir(&self.parent).into_iter().flatten().flatten() {
+            let name = entry.file_name();
             let process = name.to_str().and_then(|name| name.strip_prefix(&start));
             if process.is_none_or(|process| process.parse::<u32>().is_err()) {
                 continue;
@@ -450,11 +450,10 @@ impl Target {
             let path = self.parent.join(&name);
             let is_dir = path.symlink_metadata().is_ok_and(|found| found.is_dir());
             let unused = is_dir && lock(&path).is_ok_and(|lock| lock.is_some());
-            if unused && foreign_entry(&path)?.is_none() {
-                fs::remove_dir_all(&path).map_err(|e| Error::io("remove", &path, e))?;
+            if unused && matches!(foreign_entry(&path), Ok(None)) {
+                fs::remove_dir_all(&path).ok();
             }
         }
-        Ok(())
     }
 }
 

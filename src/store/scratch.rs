@@ -507,9 +507,7 @@ fn settle(mut done: Done<Tag>, path: &Path, shared: &Shared, jobs: &Jobs<Job>) {
 
 /// Counts what moved, and keeps its checksum or compares it.
 fn judge(done: &Done<Tag>, outcome: io::Result<()>, path: &Path, shared: &Shared) -> Result<()> {
-    let Tag {
-        index, key, form, ..
-    } = done.tag;
+    let (index, key, form) = (done.tag.index, done.tag.key, done.tag.form);
     let failed = |source| Error::TileIo {
         action: done.direction.verb(),
         path: path.to_path_buf(),
@@ -555,8 +553,20 @@ fn judge(done: &Done<Tag>, outcome: io::Result<()>, path: &Path, shared: &Shared
     Ok(())
 }
 
+/// Latches the store where its thread panics: the job at hand is answered by nobody.
+struct Watched<'a>(&'a Shared);
+
+impl Drop for Watched<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.failed(&ended());
+        }
+    }
+}
+
 /// On a coder's thread.
 fn work_on(job: Job, coder: &mut MomentCoder, disks: &[Handle<Tag>], shared: &Shared) {
+    let _watched = Watched(shared);
     match job {
         Job::Encode { mut order, path } => {
             let form = &mut order.tag.form;

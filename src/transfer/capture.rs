@@ -75,7 +75,7 @@ impl Tiers {
                 self.read_extent(key(asked), slab, &reply)?;
                 asked += 1;
             }
-            let completion = done.recv().expect("this function holds a sender");
+            let completion = self.answer(&done)?;
             completion.result?;
             with(completion.key, completion.slab)?;
             given += 1;

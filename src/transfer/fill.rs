@@ -79,7 +79,7 @@ impl<'a> Fill<'a> {
     }
 
     fn reap(&mut self) -> Result<()> {
-        let completion = self.done.recv().expect("this object holds a sender");
+        let completion = self.tiers.answer(&self.done)?;
         self.outstanding -= 1;
         completion.result
     }
@@ -181,7 +181,7 @@ impl Tiers {
         }
         let (reply, done) = crossbeam_channel::bounded(1);
         self.read_extent(key, self.ring.take(), &reply)?;
-        let completion = done.recv().expect("this function holds a sender");
+        let completion = self.answer(&done)?;
         completion.result?;
         let bytes = usize::try_from(self.extent_bytes(key)).expect("an extent fits");
         out.extend_from_slice(&completion.slab.as_slice::<u8>()[..bytes]);

@@ -172,8 +172,14 @@ impl<'a> StateStream<'a> {
 
     /// Waits a little for a completion, and reads on.
     pub fn wait(&mut self) -> Result<()> {
-        if let Ok(completion) = self.done.recv_timeout(RING_POLL) {
-            self.complete(completion)?;
+        match self.done.recv_timeout(RING_POLL) {
+            Ok(completion) => self.complete(completion)?,
+            // A thread of the store that panicked answers nobody.
+            Err(_) => {
+                if let Some(error) = self.tiers.scratch().failure() {
+                    return Err(error);
+                }
+            }
         }
         self.advance()
     }
