@@ -57,13 +57,26 @@ fn send(
     key: ExtentKey,
     round: u64,
 ) -> Result<Completion> {
+    send_bytes(store, ring, kind, key, |bytes| {
+        fill(bytes, seed(key, round))
+    })
+}
+
+/// A read, or a write of the bytes that `put` sets.
+fn send_bytes(
+    store: &Scratch,
+    ring: &Ring,
+    kind: Direction,
+    key: ExtentKey,
+    put: impl FnOnce(&mut [u8]),
+) -> Result<Completion> {
     let (reply, completions) = unbounded();
     let mut slab = ring.take();
     let bytes = store.payload_bytes(key);
     // Garbage first: neither what a slab held before nor its padding may come back.
     slab.as_mut_slice::<u8>().fill(0xee);
     if kind == Direction::Write {
-        fill(&mut slab.as_mut_slice()[..bytes], seed(key, round));
+        put(&mut slab.as_mut_slice()[..bytes]);
     }
     store.submit(Request {
         kind,
@@ -492,21 +505,8 @@ fn exchange_one(
     key: ExtentKey,
     written: &[u8],
 ) -> Result<Completion> {
-    let (reply, completions) = unbounded();
-    let mut slab = ring.take();
-    slab.as_mut_slice::<u8>().fill(0xee);
     let bytes = store.payload_bytes(key);
-    if kind == Direction::Write {
-        slab.as_mut_slice::<u8>()[..bytes].copy_from_slice(written);
-    }
-    store.submit(Request {
-        kind,
-        key,
-        bytes,
-        slab,
-        reply,
-    })?;
-    let done = completions.recv().expect("every request is answered");
+    let done = send_bytes(store, ring, kind, key, |to| to.copy_from_slice(written))?;
     if kind == Direction::Read && done.result.is_ok() {
         let (got, padding) = done.slab.as_slice::<u8>().split_at(bytes);
         assert!(got == written, "{key} differs");
