@@ -526,13 +526,15 @@ impl Trainer {
         self.engine.tiers().stats.snapshot().waits[Wait::UpdateForCommit as usize]
     }
 
-    /// Seconds in which the scratch store's disks were busy since the last call: reading, writing.
-    fn count_store(&mut self) -> [f64; 2] {
+    /// Seconds in which the scratch store's disks were busy since the last call: reading, writing,
+    /// either.
+    fn count_store(&mut self) -> [f64; 3] {
         let store = self.engine.tiers().store.as_ref();
         let now = store.map(Scratch::counters).unwrap_or_default();
         let last = std::mem::replace(&mut self.last_store, now);
-        let flows = [(now.read, last.read), (now.write, last.write)];
-        flows.map(|(now, last)| (now.busy_ns - last.busy_ns) as f64 / 1e9)
+        let busy = |of: &Counters| [of.read.busy_ns, of.write.busy_ns, of.busy_ns];
+        let (now, last) = (busy(&now), busy(&last));
+        std::array::from_fn(|way| (now[way] - last[way]) as f64 / 1e9)
     }
 
     /// Bytes to drives since the last call, of which `store` are spilled extents.

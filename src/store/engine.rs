@@ -78,6 +78,8 @@ pub struct Counters {
     pub read: Flow,
     /// To the disk.
     pub write: Flow,
+    /// Time with anything in the disk, in nanoseconds.
+    pub busy_ns: u64,
     /// Flushes (fdatasync).
     pub flush_count: u64,
 }
@@ -100,6 +102,7 @@ impl Counters {
             flow.latency_ns += add.latency_ns;
             flow.busy_ns += add.busy_ns;
         }
+        self.busy_ns += other.busy_ns;
         self.flush_count += other.flush_count;
         self
     }
@@ -180,6 +183,7 @@ impl<T: Send + 'static> Engine<T> {
             held: None,
             next_token: 0,
             in_disk: [(0, Instant::now()); 2],
+            busy_since: Instant::now(),
             settle: Box::new(settle),
         };
         let thread = std::thread::Builder::new()
@@ -249,6 +253,8 @@ struct Thread<T> {
     next_token: u64,
     /// For reads and writes: how many are in the disk, and since when at least one is.
     in_disk: [(usize, Instant); 2],
+    /// Since when anything is in the disk.
+    busy_since: Instant,
     settle: Box<dyn FnMut(Done<T>) + Send>,
 }
 
@@ -358,6 +364,9 @@ impl<T> Thread<T> {
             }
         };
         let started = Instant::now();
+        if self.in_disk.iter().all(|(count, _)| *count == 0) {
+            self.busy_since = started;
+        }
         let (count, since) = &mut self.in_disk[order.direction as usize];
         if *count == 0 {
             *since = started;
@@ -395,17 +404,20 @@ impl<T> Thread<T> {
         let direction = operation.direction;
         let (count, since) = &mut self.in_disk[direction as usize];
         *count -= 1;
-        let busy = if *count == 0 {
-            since.elapsed().as_nanos() as u64
-        } else {
-            0
+        let ended = |count: usize, since: Instant| match count {
+            0 => since.elapsed().as_nanos() as u64,
+            _ => 0,
         };
+        let busy_one_way = ended(*count, *since);
+        let all = self.in_disk.iter().map(|(count, _)| count).sum();
+        let busy = ended(all, self.busy_since);
         self.count(|counters| {
             let flow = counters.flow(direction);
             flow.count += 1;
             flow.bytes += operation.bytes as u64;
             flow.latency_ns += pending.started.elapsed().as_nanos() as u64;
-            flow.busy_ns += busy;
+            flow.busy_ns += busy_one_way;
+            counters.busy_ns += busy;
         });
         let sum = match direction {
             Direction::Read if result.is_ok() => {

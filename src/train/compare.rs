@@ -28,8 +28,7 @@ pub struct Comparison {
     up: f64,
     down: f64,
     update: f64,
-    /// Reading, writing.
-    store: [f64; 2],
+    store: f64,
 }
 
 impl Comparison {
@@ -51,8 +50,8 @@ impl Comparison {
         self.up += moved.up_seconds;
         self.down += moved.down_seconds;
         self.update += moved.update_seconds;
-        let [read, write] = report.store_seconds;
-        self.store = [self.store[0] + read, self.store[1] + write];
+        let [.., busy] = report.store_seconds;
+        self.store += busy;
     }
 
     /// A table of seconds a step; `None` before the third step.
@@ -60,7 +59,6 @@ impl Comparison {
         if self.steps == 0 {
             return None;
         }
-        let store = self.store[0].max(self.store[1]);
         let mut text = format!(
             "predicted and measured, seconds a step (mean of {} after the first {WARM_UP}):",
             self.steps
@@ -71,7 +69,7 @@ impl Comparison {
             ("stall", prediction.stall_seconds(), self.stall),
             ("up", prediction.promote_seconds, self.up),
             ("down", prediction.demote_seconds, self.down),
-            ("store", prediction.store_seconds, store),
+            ("store", prediction.store_seconds, self.store),
             ("AdamW", prediction.update_seconds, self.update),
         ] {
             let measured = measured / self.steps as f64;
@@ -118,7 +116,7 @@ mod tests {
                 skipped: 0,
                 step_seconds: seconds,
                 moved,
-                store_seconds: [0.0; 2],
+                store_seconds: [0.0; 3],
                 written: crate::train::DriveBytes::default(),
             }
         };

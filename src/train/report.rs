@@ -36,8 +36,8 @@ pub struct StepReport {
     pub step_seconds: f64,
     /// Bytes over each hop and waits in that time.
     pub moved: Snapshot,
-    /// Seconds in which the scratch store's disks were busy: reading, writing.
-    pub store_seconds: [f64; 2],
+    /// Seconds in which the scratch store's disks were busy: reading, writing, either.
+    pub store_seconds: [f64; 3],
     /// Bytes written to drives.
     pub written: DriveBytes,
 }
@@ -122,7 +122,7 @@ impl Metrics {
     pub fn step(&mut self, report: &StepReport) {
         let moved = &report.moved;
         let written = &report.written;
-        let [read, write] = report.store_seconds;
+        let [read, write, _] = report.store_seconds;
         let busy = [moved.up_seconds, moved.down_seconds, read, write];
         let mut line = json!({
             "step": report.step,
