@@ -8,7 +8,10 @@
 //!     cargo bench --bench card -- --config tests/fixtures/configs/qwen2.5-7b/config.json \
 //!         --layers 14 --micro-batch 16 --micro-batches 4 [--seq-len 1024] [--clip 1] [--steps 5] \
 //!         [--device-memory 125GiB] [--host-memory 100GiB] [--store DIR --store-size 56GiB] \
-//!         [--recompute all] [--deferred FIRST+LAST] [--trace FILE]
+//!         [--disk-rate 1.8GB] [--recompute all] [--deferred FIRST+LAST] [--trace FILE]
+//!
+//! `--disk-rate` is what the store's disk does with reads and writes at once, both together, a
+//! second; a default without.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -23,9 +26,11 @@ use terrace::measure::measure_rates;
 use terrace::model::ModelSpec;
 use terrace::plan::{Deferred, Plan, Purpose, bytes_text};
 use terrace::schedule::Schedule;
-use terrace::schedule::simulate::{fastest, simulate};
+use terrace::schedule::choose::fastest;
+use terrace::schedule::simulate::simulate;
 use terrace::stats::WAIT_NAMES;
 use terrace::step::{CARD_LANE, Engine, StepSettings};
+use terrace::store::{Counters, Scratch};
 use terrace::train::{build_engine, choose_device, resolve_budgets};
 
 struct Arguments {
@@ -35,6 +40,8 @@ struct Arguments {
     steps: usize,
     device: String,
     trace: Option<PathBuf>,
+    /// Bytes a second of the store's disk, both ways together.
+    disk_rate: Option<f64>,
     /// Layers updated under the next forward, instead of those that the rates suggest.
     deferred: Option<Deferred>,
 }
@@ -51,6 +58,7 @@ fn arguments() -> Arguments {
         steps: 5,
         device: "cuda:0".to_string(),
         trace: None,
+        disk_rate: None,
         deferred: None,
     };
     let run = &mut given.run;
@@ -84,6 +92,12 @@ fn arguments() -> Arguments {
             "--host-memory" => run.memory.host = size(&value),
             "--store" => store = Some(PathBuf::from(value)),
             "--store-size" => store_size = size(&value),
+            "--disk-rate" => {
+                let Size::Bytes(bytes) = size(&value) else {
+                    panic!("--disk-rate is a size")
+                };
+                given.disk_rate = Some(bytes as f64);
+            }
             "--recompute" if value == "all" => run.memory.recompute = Recompute::All,
             "--deferred" => {
                 let (first, last) = value.split_once('+').expect("--deferred FIRST+LAST");
@@ -131,7 +145,10 @@ fn bench(arguments: &Arguments) -> Result<()> {
     let (profile, sentence) = choose_device(&arguments.device, config.model.precision)?;
     println!("{sentence}");
     let budget = resolve_budgets(&spec, config, &profile)?;
-    let rates = measure_rates(&profile)?;
+    let mut rates = measure_rates(&profile)?;
+    if let Some(rate) = arguments.disk_rate {
+        (rates.store_read, rates.store_write, rates.store_mixed) = (rate, rate, rate);
+    }
     let budgets = budget.budgets;
     let (plan, prediction) = match arguments.deferred {
         None => fastest(&spec, config, &profile, budgets, &rates)?,
@@ -236,7 +253,11 @@ fn run_steps(
     let (mut seconds, mut losses) = (Vec::new(), Vec::new());
     let mut last = Instant::now();
     let mut steady = last;
-    let mut snapshot = engine.tiers().stats.snapshot();
+    let counted = |engine: &Engine| {
+        let store = engine.tiers().store.as_ref();
+        store.map(Scratch::counters).unwrap_or_default()
+    };
+    let (mut snapshot, mut store) = (engine.tiers().stats.snapshot(), counted(engine));
     for step in 0..arguments.steps + WARM_UP {
         let settings = StepSettings {
             skipped: 0,
@@ -263,12 +284,13 @@ fn run_steps(
         if step >= WARM_UP {
             seconds.push(elapsed);
         } else {
-            snapshot = engine.tiers().stats.snapshot();
+            (snapshot, store) = (engine.tiers().stats.snapshot(), counted(engine));
             steady = Instant::now();
         }
         last = Instant::now();
     }
     let waited = engine.tiers().stats.snapshot().since(&snapshot);
+    say_disk(store, counted(engine), steady.elapsed().as_secs_f64());
     engine.drain()?;
     let steps = arguments.steps as f64;
     let mut waits: serde_json::Map<String, Value> = WAIT_NAMES
@@ -280,6 +302,23 @@ fn run_steps(
     seconds.sort_by(f64::total_cmp);
     let median = seconds[seconds.len() / 2];
     Ok((median, Value::Object(waits), losses, steady))
+}
+
+/// What the store's disk did in so many seconds.
+fn say_disk(before: Counters, after: Counters, seconds: f64) {
+    let bytes = |of: Counters| (of.read.bytes + of.write.bytes) as f64;
+    let moved = bytes(after) - bytes(before);
+    if moved == 0.0 {
+        return;
+    }
+    let share = |ns: fn(Counters) -> u64| (ns(after) - ns(before)) as f64 / 1e7 / seconds;
+    println!(
+        "disk: busy {:.1} % of the time, reading {:.1} %, writing {:.1} %; {:.2} GB/s of the time",
+        share(|of| of.busy_ns),
+        share(|of| of.read.busy_ns),
+        share(|of| of.write.busy_ns),
+        moved / seconds / 1e9
+    );
 }
 
 /// Sequences of pseudo-random tokens.

@@ -5,8 +5,8 @@
 #     benches/card.sh                      # builds, then all sections
 #     benches/card.sh --built DIR SECTION… # with binaries that lie in DIR
 #
-# Sections: right agree steps clip64 free64 clip16 free16 full7 kept7 suggested small in24 in12 depth depth180; by name
-# alone those that need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with
+# Sections: right agree steps clip64 free64 clip16 free16 full7 kept7 suggested small in24 in12 depth depth180 adamw; by
+# name alone those that need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with
 # 60 GB free), half (STORE: memory will do), real and curves (TOKENS: a file of u16 tokens; MODEL: the directory of
 # SmolLM2-135M), fine-tune (MODEL; GSM8K: the directory of its train.jsonl and test.jsonl).
 set -u
@@ -78,10 +78,30 @@ deep() { # a tied shape like 1.5B
     card "depth $1" --config "$table.json" --layers "$1" --micro-batch 16 --micro-batches 4 --clip 0 --steps 3 \
         --host-memory "${2:-110GiB}" --recompute all
 }
+# What the disk does with reads and writes at once, by fio where there is one (FIO names it).
+mixed() {
+    local by said file="--name=disk --filename=$STORE/mixed --bs=4m --size=6g --direct=1 --ioengine=io_uring"
+    by=$(command -v "${FIO:-fio}" || binary terrace-bench)
+    # Written once, so that no write has to find room. shellcheck disable=SC2086
+    "$by" $file --rw=write --iodepth=8 >/dev/null 2>&1
+    # shellcheck disable=SC2086
+    said=$("$by" $file --rw=randrw --iodepth=16 --time_based --runtime="${MIXED_SECONDS:-8}" --output-format=json)
+    rm -f "$STORE/mixed"
+    python3 -c 'import json, sys
+job = json.load(sys.stdin)["jobs"][0]
+read, write = (job[way]["bw_bytes"] / 1e9 for way in ("read", "write"))
+print(f"disk: {read:.2f} + {write:.2f} GB/s by", sys.argv[1])' "$(basename "$by")" <<<"$said"
+}
 fourteen() {
+    local said
     mkdir -p "$STORE"
+    said=$(mixed)
+    say "" "$said"
     LIMIT=${LIMIT:-500} card "$1" --config $configs/qwen2.5-14b/config.json --micro-batch 16 --host-memory 112GiB \
-        --store "$STORE" --store-size "${SPILL:-56GiB}" "${@:2}"
+        --store "$STORE" --store-size "${SPILL:-56GiB}" --slabs "${SLABS:-48}" ${TRACE:+--trace "$TRACE"} \
+        --disk-rate "$(awk '{print $2 + $4}' <<<"$said")GB" "${@:2}"
+    say "" "$(grep '^disk: busy' "$table.card")"
+    say "" "$(mixed)"
 }
 # What is suggested for this machine, with default rates, and the steps that it comes to.
 suggested() { # MODEL
@@ -108,6 +128,19 @@ half_spilled() {
     say half "$([ -n "${losses[0]}" ] && [ "${losses[0]}" = "${losses[1]}" ] && echo the same bits || echo DIFFERENT)"
     say "" "${losses[0]}"
 }
+# AdamW beside the stream of the same threads, and DeepSpeed's in turns where Python has it.
+adamw() {
+    local bytes=8589934592 threads said
+    threads=$(nproc)
+    for turn in 1 2; do
+        said=$("$(binary adamw)" --bytes $bytes)
+        echo "$said"
+        say "adamw $turn" "$(grep '^{' <<<"$said" | tail -n 1 | cut -c1-300)"
+        # 16 bytes a parameter.
+        said=$(python3 benches/reference/deepspeed_adam.py --parameters $((bytes / 16)) --threads "$threads" 2>/dev/null)
+        say "" "$(tail -n 1 <<<"$said" | cut -c1-300)"
+    done
+}
 curve() { # SECTION DIRECTORY [--weights]
     local said
     said=$(timeout 500 python3 benches/reference/loss_curves.py --terrace "$(binary terrace)" --tokens "$TOKENS" \
@@ -116,7 +149,7 @@ curve() { # SECTION DIRECTORY [--weights]
     say "$1" "$(grep 'over all' <<<"$said" | tail -n 1)"
 }
 
-every="right agree steps clip64 free64 clip16 free16 full7 kept7 suggested small in24 in12 depth depth180"
+every="right agree steps clip64 free64 clip16 free16 full7 kept7 suggested small in24 in12 depth depth180 adamw"
 # shellcheck disable=SC2086
 [ $# -gt 0 ] || set -- $every
 for section in "$@"; do
@@ -132,6 +165,7 @@ for section in "$@"; do
     full7) seven $section --micro-batch 16 --micro-batches 4 --clip 1 --steps 3 --host-memory 112GiB --recompute all ;;
     kept7) seven $section --micro-batch 16 --micro-batches 4 --clip 1 --steps 3 --host-memory 112GiB ;;
     suggested) for model in qwen2.5-1.5b qwen2.5-7b; do suggested $model; done ;;
+    adamw) adamw ;;
     small)
         card $section --config $configs/smollm2-135m/config.json --micro-batch 8 --clip 1 --steps 8 \
             --trace "$table.trace"
