@@ -18,7 +18,7 @@ pub use print::{bytes_text, count_text};
 pub mod regions;
 
 use crate::config::RunConfig;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::tile::{PAGE_BYTES, Precision, SECTION_COUNT, Section, TileLayout};
 use device::{check_card, fill_device, least_device};
@@ -91,8 +91,8 @@ pub enum Purpose {
 /// Tier of a section's home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Home {
-    /// A region of the device's arena; only a block's weight section. It is demoted for its update
-    /// and promoted after.
+    /// A region of the device's arena; only of a block. It is demoted for its update and promoted
+    /// after: a weight section whole, states extent by extent.
     Device,
     /// A slot of the host arena.
     Host,
@@ -117,7 +117,7 @@ pub enum GradientHome {
 pub struct Deferred {
     /// So many from the embedding on.
     pub first: u16,
-    /// So many up to the head.
+    /// So many blocks up to the last.
     pub last: u16,
 }
 
@@ -130,7 +130,7 @@ impl Deferred {
 
     /// Whether it names a layer of `count`.
     pub fn contains(self, layer: u16, count: u16) -> bool {
-        layer < self.first || count - layer <= self.last
+        layer < self.first || layer + 1 < count && count - 1 - layer <= self.last
     }
 }
 
@@ -144,9 +144,23 @@ pub struct Choice {
     pub stored_anchors: u16,
     /// Spilled moments are compressed, where the config leaves that to the plan.
     pub zstd: bool,
-    /// What spills is spread over the layers, so that the disk has work throughout a step; else the
-    /// last layers spill first.
-    pub spread: bool,
+    /// Which layers spill first.
+    pub order: SpillOrder,
+    /// Spare memory of the device is a home of states, before it is of kept activations.
+    pub states_on_device: bool,
+}
+
+/// Which layers spill first, of those whose sections are as well spilled as others'.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum SpillOrder {
+    /// The last ones, whose updates come last where they wait for the norm.
+    #[default]
+    LastFirst,
+    /// Spread over all, so that the disk has work throughout a step.
+    Spread,
+    /// Those that are updated under the next forward, where the disk has nothing else to do, from
+    /// the last on; then the others, spread.
+    DeferredFirst,
 }
 
 /// A tile's layout and the homes of its sections.
@@ -171,6 +185,13 @@ impl TilePlan {
         Section::ALL
             .into_iter()
             .filter(|s| self.homes[*s as usize] == Some(Home::Store))
+    }
+
+    /// States that live on the device, in order.
+    pub fn states_on_device(&self) -> impl Iterator<Item = Section> + '_ {
+        Section::ALL
+            .into_iter()
+            .filter(|s| *s != Section::Weight && self.homes[*s as usize] == Some(Home::Device))
     }
 
     /// Whether a moment is spilled.
@@ -229,8 +250,8 @@ pub struct Plan {
     /// So many were asked for ([`Choice::stored_anchors`]), in place of states of tiles: no tier
     /// lacked room for them.
     pub anchors_by_choice: bool,
-    /// What spills is spread over the layers ([`Choice::spread`]).
-    pub spread: bool,
+    /// Which layers spill first.
+    pub order: SpillOrder,
     /// Host arena.
     pub host: HostMap,
     /// Device arena.
@@ -305,6 +326,24 @@ impl Plan {
         Plan::deferring(spec, config, device, budgets, purpose, Deferred::default())
     }
 
+    /// As [`Plan::new`] of a run that trains; what would be refused on a card may have its states
+    /// there.
+    pub fn fitting(
+        spec: &ModelSpec,
+        config: &RunConfig,
+        device: &DeviceProfile,
+        budgets: Budgets,
+    ) -> Result<Plan> {
+        let plan = |choice| Plan::choosing(spec, config, device, budgets, Purpose::Train, choice);
+        match plan(Choice::default()) {
+            Err(Error::Budget { .. }) if device.card.is_some() => plan(Choice {
+                states_on_device: true,
+                ..Choice::default()
+            }),
+            planned => planned,
+        }
+    }
+
     /// As [`Plan::new`], with the updates of `deferred` layers under the next forward; with
     /// clipping those of all layers are.
     pub fn deferring(
@@ -353,7 +392,8 @@ impl Plan {
                 micros: least.shape.micros,
             },
             zstd: config.memory.zstd.or(choice.zstd),
-            spread: choice.spread,
+            order: choice.order,
+            states: choice.states_on_device,
         };
         let Placed {
             tiles,
@@ -373,7 +413,7 @@ impl Plan {
             seed: config.train.seed,
             tiles,
             stored_anchors,
-            spread: choice.spread,
+            order: choice.order,
             anchors_by_choice: asked > 0 && stored_anchors == asked,
             host,
             map,
@@ -417,6 +457,19 @@ impl Plan {
     /// Bytes of the store: spilled extents and anchors.
     pub fn store_bytes(&self) -> u64 {
         self.spilled_bytes + self.stored_anchor_bytes()
+    }
+
+    /// Sections that have homes, in order.
+    pub fn sections(&self) -> impl Iterator<Item = Section> + '_ {
+        let of_first = &self.tiles[0].homes;
+        let present = |section: &Section| of_first[*section as usize].is_some();
+        Section::ALL.into_iter().filter(present)
+    }
+
+    /// Whether states live on the device.
+    pub fn states_on_device(&self) -> bool {
+        let has = |tile: &TilePlan| tile.states_on_device().next().is_some();
+        self.tiles.iter().any(has)
     }
 
     /// Whether moments are in the store.

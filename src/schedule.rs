@@ -11,6 +11,7 @@
 //! Nothing here knows sizes or seconds, nor how an action is carried out.
 
 mod build;
+pub mod choose;
 mod link;
 pub mod simulate;
 

@@ -12,9 +12,10 @@
 use crate::config::{RunConfig, Size, StorePath};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
-use crate::plan::{Budgets, DeviceProfile, Plan, Purpose, bytes_text};
+use crate::plan::{Budgets, DeviceProfile, Plan, bytes_text};
 use crate::schedule::Schedule;
-use crate::schedule::simulate::{Prediction, Rates, fastest, simulate};
+use crate::schedule::choose::fastest;
+use crate::schedule::simulate::{Prediction, Rates, simulate};
 
 /// Most micro-batches of a step that is suggested.
 const MICROS_MAX: u64 = 256;
@@ -170,13 +171,7 @@ impl Question<'_> {
         let mut last = None;
         for micro_batch in splits(sequences) {
             let config = self.with(sequences, micro_batch, clip);
-            let plan = Plan::new(
-                self.spec,
-                &config,
-                self.device,
-                self.given(),
-                Purpose::Train,
-            );
+            let plan = Plan::fitting(self.spec, &config, self.device, self.given());
             let plan = match plan {
                 Ok(plan) => plan,
                 Err(error) => {
@@ -219,8 +214,7 @@ impl Question<'_> {
         let smallest = splits(sequences).last().copied().unwrap_or(1);
         self.clippings().into_iter().any(|clip| {
             let config = self.with(sequences, smallest, clip);
-            let purpose = Purpose::Train;
-            Plan::new(self.spec, &config, self.device, budgets, purpose).is_ok()
+            Plan::fitting(self.spec, &config, self.device, budgets).is_ok()
         })
     }
 

@@ -12,6 +12,7 @@
 
 mod anchors;
 pub mod capture;
+mod carriers;
 pub mod fill;
 pub mod states;
 
@@ -19,10 +20,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::Duration;
 
 use anchors::Anchors;
+use carriers::{Carriers, Load};
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::device::{Device, Dtype, View};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host::{HostCutter, Lease, Ring};
 use crate::plan::{GradientHome, Home, Plan};
 use crate::schedule::GradientSlot;
@@ -39,7 +41,7 @@ const STREAM_DEPTH: usize = 4;
 /// Every tier's memory of a run.
 pub struct Tiers {
     /// The device.
-    pub device: Device,
+    pub device: Arc<Device>,
     /// Ring of slabs that extents travel in.
     pub ring: Ring,
     /// Ring of slabs that commits are written through; absent where checkpoints are off.
@@ -54,8 +56,11 @@ pub struct Tiers {
     layouts: Vec<TileLayout>,
     homes: Vec<[Option<RwLock<Lease>>; SECTION_COUNT]>,
     spilled: Vec<[bool; SECTION_COUNT]>,
-    /// By layer: where its weight section is on the device, if it lives there.
-    weight_homes: Vec<Option<u64>>,
+    /// In order.
+    present: Vec<Section>,
+    /// By layer and section: where it is on the device, if it lives there.
+    device_homes: Vec<[Option<u64>; SECTION_COUNT]>,
+    carriers: Carriers,
     /// Tiles' own gradient slots, by layer.
     own_gradients: Vec<Option<Mutex<Lease>>>,
     /// Two for blocks and the wide one, where the plan has them.
@@ -67,6 +72,7 @@ pub struct Tiers {
 
 impl Tiers {
     /// Cuts the host arena as the plan says. `store` must hold [`stored`] of the plan.
+    /// [`Error::Io`](crate::Error::Io) if a thread cannot be started.
     pub fn new(
         plan: &Plan,
         device: Device,
@@ -74,13 +80,13 @@ impl Tiers {
         ring: Ring,
         store: Option<Scratch>,
         stats: Stats,
-    ) -> Tiers {
+    ) -> Result<Tiers> {
         assert_eq!(
             plan.spills(),
             store.is_some(),
             "a store exactly when something is spilled"
         );
-        let stats = Arc::new(stats);
+        let (device, stats) = (Arc::new(device), Arc::new(stats));
         if let Some(store) = &store {
             store.count_into(&stats);
         }
@@ -107,15 +113,16 @@ impl Tiers {
             GradientHome::Shared | GradientHome::Device => 0,
         };
         let own_gradients = plan.tiles.iter().map(|tile| slot(own(tile))).collect();
-        let shared = [
-            plan.host.block_slot,
-            plan.host.block_slot,
-            plan.host.wide_slot,
-        ];
+        let host = &plan.host;
+        let shared = [host.block_slot, host.block_slot, host.wide_slot];
         let shared_gradients = shared.map(&mut slot);
-        let weight_slots = [plan.host.weight_slot; 2].map(&mut slot);
+        let weight_slots = [host.weight_slot; 2].map(&mut slot);
         let anchors = Anchors::cut(plan, &mut cutter);
-        Tiers {
+        let carriers = match plan.states_on_device() {
+            true => Carriers::start(&device, &stats)?,
+            false => Carriers::default(),
+        };
+        Ok(Tiers {
             device,
             ring,
             commit_ring,
@@ -126,12 +133,14 @@ impl Tiers {
             layouts: plan.tiles.iter().map(|tile| tile.layout.clone()).collect(),
             homes,
             spilled,
-            weight_homes: plan.map.weight_homes.clone(),
+            present: plan.sections().collect(),
+            device_homes: plan.map.homes.clone(),
+            carriers,
             own_gradients,
             shared_gradients,
             weight_slots,
             anchors,
-        }
+        })
     }
 
     /// Layout of a layer's tile.
@@ -151,14 +160,19 @@ impl Tiers {
 
     /// Sections that have a home, in order.
     pub fn sections(&self) -> impl Iterator<Item = Section> + '_ {
-        Section::ALL.into_iter().filter(|section| {
-            self.is_spilled(0, *section) || self.homes[0][*section as usize].is_some()
-        })
+        self.present.iter().copied()
     }
 
     /// Whether a section lives in the store.
     pub fn is_spilled(&self, layer: u16, section: Section) -> bool {
         self.spilled[usize::from(layer)][section as usize]
+    }
+
+    /// Whether a section passes through the ring for its update: it is spilled, or a state that
+    /// lives on the device.
+    pub fn is_streamed(&self, layer: u16, section: Section) -> bool {
+        let on_device = self.device_home(layer, section).is_some();
+        self.is_spilled(layer, section) || on_device && section != Section::Weight
     }
 
     /// Whether others than the updates take slabs in a step: for weights or anchors of the store.
@@ -167,13 +181,13 @@ impl Tiers {
         self.spilled.iter().any(weight) || self.anchors.are_stored()
     }
 
-    /// A section's home in host, to read; `None` if it is spilled.
+    /// A section's home in host, to read; `None` if it lives elsewhere.
     pub fn home(&self, layer: u16, section: Section) -> Option<RwLockReadGuard<'_, Lease>> {
         let home = self.homes[usize::from(layer)][section as usize].as_ref()?;
         Some(home.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A section's home in host, to write; `None` if it is spilled.
+    /// A section's home in host, to write; `None` if it lives elsewhere.
     pub fn home_mut(&self, layer: u16, section: Section) -> Option<RwLockWriteGuard<'_, Lease>> {
         let home = self.homes[usize::from(layer)][section as usize].as_ref()?;
         Some(home.write().unwrap_or_else(PoisonError::into_inner))
@@ -201,8 +215,7 @@ impl Tiers {
 
     /// Byte offset in the device's arena of a section that lives there.
     pub fn device_home(&self, layer: u16, section: Section) -> Option<u64> {
-        let home = self.weight_homes[usize::from(layer)];
-        home.filter(|_| section == Section::Weight)
+        self.device_homes[usize::from(layer)][section as usize]
     }
 
     /// The scratch store.
@@ -223,7 +236,13 @@ impl Tiers {
         }
     }
 
-    /// Starts the read of an extent into a slab.
+    /// The failure of who carries extents, where nobody answers any more.
+    fn carriers_failure(&self) -> Option<Error> {
+        let of_store = self.store.as_ref().and_then(Scratch::failure);
+        of_store.or_else(|| self.carriers.failure())
+    }
+
+    /// Starts the read of an extent of the store, or of the device, into a slab.
     pub fn read_extent(
         &self,
         key: ExtentKey,
@@ -233,7 +252,7 @@ impl Tiers {
         self.submit(Direction::Read, key, slab, reply)
     }
 
-    /// Starts the write of an extent from a slab.
+    /// Starts the write of an extent of the store, or of the device, from a slab.
     pub fn write_extent(
         &self,
         key: ExtentKey,
@@ -250,14 +269,34 @@ impl Tiers {
         slab: Lease,
         reply: &Sender<Completion>,
     ) -> Result<()> {
+        let reply = reply.clone();
+        if let Some(home) = self.home_on_device(key) {
+            let elements = self.layout(key.tile.layer).extent_elements(key.extent);
+            let range = byte_range(&elements, key.section.element_bytes(self.precision));
+            return self.carriers.submit(Load {
+                kind,
+                key,
+                offset: home + range.start as u64,
+                bytes: range.len(),
+                slab,
+                reply,
+            });
+        }
         let bytes = self.scratch().payload_bytes(key);
         self.scratch().submit(Request {
             kind,
             key,
             bytes,
             slab,
-            reply: reply.clone(),
+            reply,
         })
+    }
+
+    fn home_on_device(&self, key: ExtentKey) -> Option<u64> {
+        match key.section {
+            Section::Anchor => None,
+            section => self.device_home(key.tile.layer, section),
+        }
     }
 
     /// Bytes of an extent, without padding.

@@ -22,7 +22,7 @@ use terrace::machine::storage_bytes;
 use terrace::model::ModelSpec;
 use terrace::optimizer::Isa;
 use terrace::plan::{
-    Budgets, CODERS, Choice, Deferred, GradientHome, Home, Plan, Purpose, TilePlan,
+    Budgets, CODERS, Choice, Deferred, GradientHome, Home, Plan, Purpose, SpillOrder, TilePlan,
 };
 use terrace::stats::Stats;
 use terrace::step::{Engine, StepSettings};
@@ -30,7 +30,6 @@ use terrace::store::{Scratch, checksum, disk};
 use terrace::tile::{GradientDtype, Precision, Section};
 use terrace::transfer::{self, Tiers};
 
-const SEQ_LEN: u64 = 32;
 const MICROS: u64 = 2;
 const PLENTY: u64 = 1 << 50;
 
@@ -43,6 +42,7 @@ struct Numbers {
     max_grad_norm: f64,
     blocks: u16,
     vocab_size: u64,
+    seq_len: u64,
     steps: u64,
 }
 
@@ -53,6 +53,7 @@ const SMALL: Numbers = Numbers {
     max_grad_norm: 0.5,
     blocks: 3,
     vocab_size: 300,
+    seq_len: 32,
     steps: 8,
 };
 
@@ -81,6 +82,8 @@ enum OnDevice {
     Gradients,
     /// Those and most blocks' weights.
     Weights,
+    /// Those and states of blocks: of most, or of one where others are spilled.
+    States,
 }
 
 /// How it is carried out: nothing here may change a result.
@@ -88,8 +91,8 @@ enum OnDevice {
 struct Way {
     spilled: Spilled,
     on_device: OnDevice,
-    /// What spills is spread over the layers.
-    spread: bool,
+    /// Which layers spill first.
+    order: SpillOrder,
     /// Layers that are updated under the next forward; with clipping all are.
     deferred: Deferred,
     /// Layers whose anchors are in host between forward and backward.
@@ -113,7 +116,7 @@ struct Way {
 const PLAIN: Way = Way {
     spilled: Spilled::Nothing,
     on_device: OnDevice::Nothing,
-    spread: false,
+    order: SpillOrder::LastFirst,
     deferred: Deferred { first: 0, last: 0 },
     travelling: 0,
     stored: 0,
@@ -144,7 +147,7 @@ fn directory() -> tempfile::TempDir {
 
 fn plan(numbers: Numbers, way: Way) -> Plan {
     let spec = numbers.spec();
-    let mut config: RunConfig = support::config(SEQ_LEN, MICROS);
+    let mut config: RunConfig = support::config(numbers.seq_len, MICROS);
     config.model.precision = numbers.precision;
     config.train.gradient_dtype = numbers.gradients;
     config.train.max_grad_norm = numbers.max_grad_norm;
@@ -165,7 +168,8 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
         let choice = Choice {
             deferred: way.deferred,
             stored_anchors: way.stored,
-            spread: way.spread,
+            order: way.order,
+            states_on_device: way.on_device == OnDevice::States,
             zstd: false,
         };
         Plan::choosing(&spec, config, &profile, budgets, Purpose::Train, choice).unwrap()
@@ -188,11 +192,21 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
             Spilled::MomentsAndResidual => moments + bytes(&[Section::Residual]),
             Spilled::All => bytes(&Section::ALL),
         };
+    let block = |section| {
+        let layout = &least.tiles[1].layout;
+        layout.section_slot_bytes(section, numbers.precision)
+    };
+    let (weight, state) = (block(Section::Weight), block(Section::Moment2));
+    let blocks = u64::from(numbers.blocks);
     let lack = match way.on_device {
         OnDevice::Nothing => 0,
+        OnDevice::Gradients if way.travelling > 0 => saved_by_gradients(&least) / 4,
         OnDevice::Gradients if waiting(&least) => saved_by_gradients(&least) / 2,
         // Of three blocks' weights two would be slots for the updates.
-        _ => saved_by_gradients(&least) + least.tiles[1].layout.elements,
+        OnDevice::Gradients | OnDevice::Weights => {
+            saved_by_gradients(&least) + least.tiles[1].layout.elements
+        }
+        OnDevice::States => saved_by_gradients(&least) + (blocks - 2) * weight + blocks * state,
     };
     let on_device = way.on_device != OnDevice::Nothing;
     if !on_device {
@@ -203,7 +217,18 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
             _ => Recompute::Auto,
         };
     }
-    let spare = if on_device { PLENTY } else { 0 };
+    let spare = match (way.on_device, way.spilled) {
+        (OnDevice::Nothing, _) => 0,
+        (OnDevice::States, Spilled::SomeMoments) => {
+            let waiting = |tile: &&TilePlan| tile.gradient == GradientHome::Host;
+            let waiting = least.tiles.iter().filter(waiting);
+            let gradients: u64 = waiting.map(|tile| tile.layout.elements).sum();
+            gradients * least.gradient_bytes + blocks * weight + 2 * state
+        }
+        // Rows of anchors alone.
+        _ if way.travelling > 0 => 0,
+        _ => PLENTY,
+    };
     let row = least.map.anchor_bytes * MICROS;
     let arena = least.map.bytes + least.device.fixed_bytes;
     let workspace = &least.map.workspace;
@@ -223,13 +248,24 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
     let lean = plan.map.shape.lean;
     assert_eq!((plan.kept.len() as u64, lean), (way.kept, way.lean));
     check_spilled(&plan, way.spilled);
-    let moved = plan.map.parked.iter().chain(&plan.map.weight_homes);
-    assert_eq!(moved.flatten().count() > 0, on_device);
-    let weights = plan.map.weight_homes.iter().flatten().count();
+    let waits = |tile: &TilePlan| tile.gradient == GradientHome::Device;
+    let homes = plan.map.homes.iter().flatten().flatten().count();
+    assert_eq!(homes > 0 || plan.tiles.iter().any(waits), on_device);
+    let here = |section: Section| {
+        let places = plan.map.homes.iter().map(|of| of[section as usize]);
+        places.flatten().count()
+    };
+    let weights = here(Section::Weight);
     assert_eq!(
         weights > 0,
         on_device && !(way.on_device == OnDevice::Gradients && waiting(&least))
     );
+    let states = way.on_device == OnDevice::States;
+    assert_eq!(here(Section::Moment2) > 0, states);
+    let rows = (1..=numbers.blocks).filter(|layer| plan.map.waits_in_row(*layer));
+    let mut blocks = plan.tiles[1..=usize::from(numbers.blocks)].iter();
+    let any = blocks.any(|tile| tile.gradient == GradientHome::Device);
+    assert_eq!(rows.count() > 0, numbers.seq_len > 256 && any);
     plan
 }
 
@@ -308,7 +344,7 @@ fn start(numbers: Numbers, way: Way, directory: &Path) -> Option<Engine> {
     if let Device::Cuda(cuda) = &device {
         cuda.pin(span).unwrap();
     }
-    let mut tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(false));
+    let mut tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(false)).unwrap();
     tiers.poison = way.poison;
     let weights = WeightSource::random(&spec, 11);
     let fill =
@@ -332,7 +368,7 @@ fn settings(step: u64, numbers: Numbers) -> StepSettings {
 
 /// Trains, with an evaluation under way and logits at the end.
 fn train(numbers: Numbers, engine: &mut Engine) -> Outcome {
-    let micros = |seed, count| support::micros(seed, count, SEQ_LEN, numbers.vocab_size);
+    let micros = |seed, count| support::micros(seed, count, numbers.seq_len, numbers.vocab_size);
     let mut outcome = Outcome {
         losses: Vec::new(),
         norms: Vec::new(),
@@ -442,7 +478,7 @@ fn ways() -> Vec<Way> {
         },
         spilled(Spilled::SomeMoments),
         Way {
-            spread: true,
+            order: SpillOrder::Spread,
             ..spilled(Spilled::SomeMoments)
         },
         Way {
@@ -502,6 +538,20 @@ fn ways() -> Vec<Way> {
             slabs: 4,
             ..PLAIN
         },
+        Way {
+            on_device: OnDevice::States,
+            slabs: 4,
+            isa: Isa::Avx512,
+            ..PLAIN
+        },
+        Way {
+            on_device: OnDevice::States,
+            spilled: Spilled::SomeMoments,
+            order: SpillOrder::DeferredFirst,
+            deferred: Deferred { first: 0, last: 1 },
+            slabs: 6,
+            ..PLAIN
+        },
     ]
 }
 
@@ -514,6 +564,44 @@ fn agree_for(precision: Precision, tied: bool) {
             ..SMALL
         };
         agree(numbers, &ways());
+    }
+}
+
+#[test]
+fn gradients_may_wait_where_anchors_were() {
+    let ways = [
+        Way {
+            on_device: OnDevice::Gradients,
+            deferred: Deferred { first: 0, last: 3 },
+            ..PLAIN
+        },
+        Way {
+            on_device: OnDevice::States,
+            deferred: Deferred { first: 6, last: 0 },
+            buffers: 1,
+            slabs: 4,
+            ..PLAIN
+        },
+        Way {
+            on_device: OnDevice::Gradients,
+            deferred: Deferred { first: 10, last: 0 },
+            travelling: 1,
+            ..PLAIN
+        },
+    ];
+    for (tied, precision, max_grad_norm) in
+        [(true, Precision::Bf16, 0.5), (false, Precision::Fp32, 0.0)]
+    {
+        let numbers = Numbers {
+            tied,
+            precision,
+            max_grad_norm,
+            blocks: 8,
+            seq_len: 512,
+            steps: 4,
+            ..SMALL
+        };
+        agree(numbers, &ways);
     }
 }
 
@@ -610,7 +698,7 @@ fn tiers_of(plan: &Plan, directory: &Path) -> Tiers {
         let paths = [(PathBuf::from(directory), PLENTY)];
         Scratch::create(&paths, &transfer::stored(plan), None, &[ring.span()]).unwrap()
     });
-    Tiers::new(plan, device, cutter, ring, store, Stats::new(false))
+    Tiers::new(plan, device, cutter, ring, store, Stats::new(false)).unwrap()
 }
 
 /// More rows than are gathered at once, from a table in host and from a spilled one.

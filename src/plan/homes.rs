@@ -1,8 +1,9 @@
 //! Homes: of each section, and of each gradient that waits.
 //!
 //! - All sections are in host where they fit beside the pools. Where they do not, spare device
-//!   memory takes waiting gradients first, then weights of blocks; what is still too much goes to
-//!   the store, states before weights.
+//!   memory takes waiting gradients first, then weights of blocks, which are promoted less often
+//!   there, then their states if it may; what is still too much goes to the store, states before
+//!   weights.
 //! - The last blocks go to the device first: their updates come last, so the demotions of their
 //!   gradients and weights have the time of the others' updates.
 //! - Anchors that leave the device are in host. Where it has no room for them beside weights, those
@@ -10,11 +11,13 @@
 //!   a spilled weight is read twice more.
 //! - The embed tile's weight stays in host as long as it can, since every step gathers rows of it.
 
-use super::{Budgets, Deferred, GradientHome, Home, HostMap, Purpose, TilePlan, extents_bytes};
+use super::{
+    Budgets, Deferred, GradientHome, Home, HostMap, Purpose, SpillOrder, TilePlan, extents_bytes,
+};
 use crate::config::RunConfig;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
-use crate::plan::regions::{REGION_ALIGN, TOO_LARGE};
+use crate::plan::regions::{AnchorRows, REGION_ALIGN, TOO_LARGE};
 use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section};
 
 /// Slabs that a commit is written through: enough that a drive is never without a write.
@@ -41,8 +44,10 @@ pub(super) struct Room {
     pub(super) anchors: Anchors,
     /// Moments are coded where any are spilled.
     pub(super) zstd: bool,
-    /// What spills is spread over the layers.
-    pub(super) spread: bool,
+    /// Which layers spill first.
+    pub(super) order: SpillOrder,
+    /// States may move to the device.
+    pub(super) states: bool,
 }
 
 /// Anchors that leave the device between forward and backward.
@@ -63,6 +68,13 @@ impl Anchors {
     fn row_bytes(self) -> u64 {
         let place = self.anchor_bytes.checked_next_multiple_of(PAGE_BYTES);
         place.unwrap_or(TOO_LARGE).saturating_mul(self.micros)
+    }
+
+    /// Rows on the device, of a model of so many tiles.
+    fn rows(self, tiles: usize) -> AnchorRows {
+        let blocks = u16::try_from(tiles - 2).expect("layers are capped");
+        let bytes = self.anchor_bytes.saturating_mul(self.micros);
+        AnchorRows::new(0, bytes, blocks, self.layers)
     }
 
     fn host_bytes(self) -> u64 {
@@ -142,47 +154,89 @@ fn place_all(
     }
 }
 
-/// Moves gradients that wait, then weights of blocks, to the device, as few as let the host hold
-/// the rest; where it cannot, as many as help it most.
+/// What can move to the device.
+#[derive(Clone, Copy, PartialEq)]
+enum Movable {
+    Gradient,
+    Section(Section),
+}
+
+/// Moves gradients that wait, weights of blocks, and their states if it may, to the device, as few
+/// as let the host hold the rest; where it cannot, as many of each kind as help it most.
 fn use_spare(tiles: &[TilePlan], config: &RunConfig, room: Room, weights: bool) -> Vec<TilePlan> {
     let precision = config.precision();
     let blocks = || (1..tiles.len() - 1).rev();
     // The embedding's is finished last and wanted first: it is moved after all others.
     let order = blocks().chain([tiles.len() - 1, 0]);
     let waiting = order.filter(|layer| tiles[*layer].gradient == GradientHome::Host);
-    let moves: Vec<(usize, bool)> = waiting
-        .map(|layer| (layer, true))
-        .chain(blocks().filter(|_| weights).map(|layer| (layer, false)))
-        .collect();
-    let mut left = room.spare;
-    let (mut trial, mut best_tiles) = (tiles.to_vec(), tiles.to_vec());
-    let mut best = host_map(&trial, config, Purpose::Train, room.anchors).bytes;
-    for (layer, is_gradient) in moves {
-        if best <= room.budgets.host {
-            break;
-        }
-        let tile = &mut trial[layer];
-        let width = match is_gradient {
-            true => gradient_bytes(config),
-            false => Section::Weight.element_bytes(precision),
-        };
-        let bytes = (tile.layout.elements * width).next_multiple_of(REGION_ALIGN);
-        let Some(rest) = left.checked_sub(bytes) else {
-            continue;
-        };
-        left = rest;
-        match is_gradient {
-            true => tile.gradient = GradientHome::Device,
-            false => tile.homes[Section::Weight as usize] = Some(Home::Device),
-        }
-        // The first of a kind also costs the slots that they all pass through.
-        let bytes = host_map(&trial, config, Purpose::Train, room.anchors).bytes;
-        if bytes < best {
-            best = bytes;
-            best_tiles.clone_from(&trial);
+    let gradients = waiting.map(|layer| (layer, Movable::Gradient));
+    let weight = Movable::Section(Section::Weight);
+    let weights = blocks().filter(|_| weights).map(|layer| (layer, weight));
+    // A block's states one after another: fewer tiles are updated in pieces.
+    let states = [Section::Residual, Section::Moment2, Section::Moment1];
+    let present = move |section: &Section| section.element_bytes(precision) > 0;
+    let states = blocks().filter(|_| room.states).flat_map(|layer| {
+        let of_layer = states.into_iter().filter(present);
+        of_layer.map(move |section| (layer, Movable::Section(section)))
+    });
+    let mut spare = Spare {
+        tiles: tiles.to_vec(),
+        left: room.spare,
+        host: host_map(tiles, config, Purpose::Train, room.anchors).bytes,
+    };
+    spare.take(gradients, config, room);
+    spare.take(weights, config, room);
+    spare.take(states, config, room);
+    spare.tiles
+}
+
+/// What moves to the device, and what that leaves.
+struct Spare {
+    tiles: Vec<TilePlan>,
+    /// Bytes of the device.
+    left: u64,
+    /// Bytes that the host needs.
+    host: u64,
+}
+
+impl Spare {
+    /// As many of the moves, all of a kind, as are needed or help most.
+    fn take(
+        &mut self,
+        moves: impl Iterator<Item = (usize, Movable)>,
+        config: &RunConfig,
+        room: Room,
+    ) {
+        let rows = room.anchors.rows(self.tiles.len());
+        let (mut tiles, mut left) = (self.tiles.clone(), self.left);
+        for (layer, moved) in moves {
+            if self.host <= room.budgets.host {
+                return;
+            }
+            let tile = &mut tiles[layer];
+            let gradient = tile.layout.elements * gradient_bytes(config);
+            let in_row = rows.place(tile.layout.id.layer, gradient).is_some();
+            let bytes = match moved {
+                Movable::Gradient if in_row => 0,
+                Movable::Gradient => gradient,
+                Movable::Section(section) => tile.layout.section_bytes(section, config.precision()),
+            };
+            let Some(rest) = left.checked_sub(bytes.next_multiple_of(REGION_ALIGN)) else {
+                continue;
+            };
+            left = rest;
+            match moved {
+                Movable::Gradient => tile.gradient = GradientHome::Device,
+                Movable::Section(section) => tile.homes[section as usize] = Some(Home::Device),
+            }
+            // The first of a kind may also cost the slots that they all pass through.
+            let host = host_map(&tiles, config, Purpose::Train, room.anchors).bytes;
+            if host < self.host {
+                (self.host, self.left) = (host, left);
+                self.tiles.clone_from(&tiles);
+            }
         }
     }
-    best_tiles
 }
 
 /// The host's arena with every section that has a home there.
@@ -207,8 +261,10 @@ fn host_map(tiles: &[TilePlan], config: &RunConfig, purpose: Purpose, anchors: A
             let bytes = tile.layout.section_slot_bytes(section, precision);
             match tile.homes[section as usize] {
                 Some(Home::Host) => homes += bytes,
-                Some(Home::Device) => weight_slot = bytes.max(weight_slot),
-                Some(Home::Store) | None => {}
+                Some(Home::Device) if section == Section::Weight => {
+                    weight_slot = bytes.max(weight_slot);
+                }
+                Some(Home::Device | Home::Store) | None => {}
             }
         }
     }
@@ -270,7 +326,7 @@ fn spill(
     let states: [&[Section]; 2] = [&[Section::Moment2, Section::Moment1], &[Section::Residual]];
     let mut spilled: Vec<(usize, Section)> = Vec::new();
     for sections in states {
-        let order = order(tiles.len(), sections, room.spread);
+        let order = order(&tiles, sections, room.order);
         spill_sections(&mut tiles, order, precision, &mut overflow, &mut spilled);
     }
     if overflow > 0 && anchors.layers > anchors.stored {
@@ -280,7 +336,7 @@ fn spill(
         host = map(&tiles, anchors);
         overflow = host.bytes.saturating_sub(budgets.host);
     }
-    let weights = order(tiles.len(), &[Section::Weight], room.spread);
+    let weights = order(&tiles, &[Section::Weight], room.order);
     spill_sections(&mut tiles, weights, precision, &mut overflow, &mut spilled);
     let bytes = map(&tiles, anchors).bytes;
     put_back(
@@ -298,21 +354,26 @@ fn spill(
     })
 }
 
-/// Sections of the tiles in the order in which they spill: the last tiles first, since the update
-/// reads them last; or such that any first part of it is spread over the tiles, which multiples of
-/// the golden ratio are.
-fn order(tiles: usize, sections: &[Section], spread: bool) -> Vec<(usize, Section)> {
-    if !spread {
-        let last_first = (0..tiles).rev();
-        return last_first
-            .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
-            .collect();
+/// Sections of the tiles in the order in which they spill. Any first part of what is spread is
+/// spread over the tiles, which multiples of the golden ratio are.
+fn order(tiles: &[TilePlan], sections: &[Section], order: SpillOrder) -> Vec<(usize, Section)> {
+    let waits = |tile: &usize| tiles[*tile].gradient != GradientHome::Shared;
+    let (whole, mut spread): (Vec<usize>, Vec<usize>) = match order {
+        SpillOrder::LastFirst => ((0..tiles.len()).collect(), Vec::new()),
+        SpillOrder::Spread => (Vec::new(), (0..tiles.len()).collect()),
+        SpillOrder::DeferredFirst => (0..tiles.len()).partition(waits),
+    };
+    // The embedding is wanted first and finished last.
+    let golden = |tile: &usize| (*tile as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    spread.sort_by_key(|tile| (*tile == 0, golden(tile)));
+    let last_first = whole.into_iter().rev();
+    let mut order: Vec<(usize, Section)> = last_first
+        .flat_map(|tile| sections.iter().map(move |section| (tile, *section)))
+        .collect();
+    for section in sections {
+        order.extend(spread.iter().map(|tile| (*tile, *section)));
     }
-    let mut spread: Vec<usize> = (0..tiles).collect();
-    spread.sort_by_key(|tile| (*tile as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-    let of_section = |section: &Section| spread.iter().map(|tile| (*tile, *section)).collect();
-    let by_section: Vec<Vec<(usize, Section)>> = sections.iter().map(of_section).collect();
-    by_section.concat()
+    order
 }
 
 /// Spills in the order `left` as few as end the overflow. Where anything is, `spilled` names it,
@@ -330,11 +391,15 @@ fn spill_sections(
         spilled.clear();
     }
     while *overflow > 0 && !left.is_empty() {
-        // The smallest section that ends the overflow, else the next in order.
+        // The smallest section that ends the overflow, else the next in order. A step's beginning
+        // would wait for the embedding.
+        let ends = |(tile, section): &(usize, Section)| {
+            *tile != 0 && slot(&tiles[*tile], *section) >= *overflow
+        };
         let ending = left
             .iter()
             .enumerate()
-            .filter(|(_, (tile, section))| slot(&tiles[*tile], *section) >= *overflow)
+            .filter(|(_, of)| ends(of))
             .min_by_key(|(_, (tile, section))| slot(&tiles[*tile], *section))
             .map(|(index, _)| index);
         let (tile, section) = left.remove(ending.unwrap_or(0));

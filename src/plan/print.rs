@@ -51,15 +51,16 @@ impl Plan {
         u16::try_from(deferred.count()).expect("at most all layers")
     }
 
-    /// Bytes of gradients that wait on the device.
-    fn parked_bytes(&self) -> u64 {
-        let parked = self
-            .tiles
-            .iter()
-            .filter(|tile| tile.gradient == GradientHome::Device);
+    /// Bytes of gradients that wait on the device: in regions of their own, and where anchors were.
+    fn parked_bytes(&self) -> [u64; 2] {
+        let mut parked = [0; 2];
+        for (layer, tile) in (0..).zip(&self.tiles) {
+            if tile.gradient == GradientHome::Device {
+                let in_row = self.map.waits_in_row(layer);
+                parked[usize::from(in_row)] += tile.layout.elements * self.gradient_bytes;
+            }
+        }
         parked
-            .map(|tile| tile.layout.elements * self.gradient_bytes)
-            .sum()
     }
 
     /// What host holds beside homes and gradients.
@@ -112,7 +113,7 @@ impl Plan {
             (false, 0) => "gradient slots",
             (false, _) => "gradients that wait for their turn",
         };
-        let parked = shown(self.parked_bytes());
+        let parked = shown(self.parked_bytes()[0]);
         line(waiting, shown(self.host.gradients), "-".into(), parked);
         let anchors = (self.host.anchors, self.stored_anchor_bytes());
         if anchors != (0, 0) {
@@ -155,7 +156,7 @@ impl Plan {
             shape.micros,
             shape.tokens,
         );
-        let anchors = self.anchors_sentence();
+        let anchors = self.in_rows_sentence() + &self.anchors_sentence();
         let checkpoints = if self.checkpoint_bytes > 0 {
             let bytes = bytes_text(self.checkpoint_bytes);
             format!("  checkpoints: {bytes} in checkpoint.dir, with one free beside those kept")
@@ -233,6 +234,17 @@ impl Plan {
     fn moment_ratio(&self, rates: &Rates) -> f64 {
         let width = Section::Moment1.element_bytes(self.precision) as f64;
         1.0 - (1.0 - rates.zstd.ratio) * 4.0 / width
+    }
+
+    /// Which gradients take no memory of their own.
+    fn in_rows_sentence(&self) -> String {
+        match self.parked_bytes()[1] {
+            0 => String::new(),
+            bytes => format!(
+                "  {} of gradients wait on the device where anchors were that backward has used\n",
+                bytes_text(bytes)
+            ),
+        }
     }
 
     /// Which anchors go to the store, and why or what would keep them out of it.
@@ -334,7 +346,8 @@ impl Plan {
             "inexact": self.precision == Precision::Bf16Moments,
             "clipping": self.clipping,
             "deferred_layers": self.deferred_layers(),
-            "gradients_on_device": self.parked_bytes(),
+            "gradients_on_device": self.parked_bytes()[0],
+            "gradients_in_anchors": self.parked_bytes()[1],
             "budgets": {
                 "device": self.budgets.device,
                 "host": self.budgets.host,

@@ -10,7 +10,7 @@
 
 use super::{GradientHome, Home, TilePlan};
 use crate::model::ModelSpec;
-use crate::tile::{Precision, Section, TileLayout};
+use crate::tile::{Precision, SECTION_COUNT, Section, TileLayout};
 
 /// Alignment of a region, in bytes.
 pub const REGION_ALIGN: u64 = 256;
@@ -18,8 +18,8 @@ pub const REGION_ALIGN: u64 = 256;
 /// Bytes of a map that no address space holds: sizes end here instead of wrapping around.
 pub(super) const TOO_LARGE: u64 = u64::MAX;
 
-/// Name of the part that holds weights and gradients that live on the device.
-pub(super) const HOMES: &str = "weights and gradients at home";
+/// Name of the part that holds sections and gradients that live on the device.
+pub(super) const HOMES: &str = "sections and gradients at home";
 
 /// Bytes of an f32.
 const F32: u64 = 4;
@@ -29,14 +29,50 @@ fn product(factors: [u64; 3]) -> u64 {
     factors.into_iter().fold(1, u64::saturating_mul)
 }
 
-/// By layer, the offset of what lives on the device.
-type Homes = Vec<Option<u64>>;
+/// By layer, the offset of a gradient that waits on the device.
+type Parked = Vec<Option<u64>>;
+/// By layer and section, the offset of what lives on the device.
+type Homes = Vec<[Option<u64>; SECTION_COUNT]>;
 
 /// A size in whole alignments, or [`TOO_LARGE`].
 fn aligned(bytes: u64) -> u64 {
     bytes
         .checked_next_multiple_of(REGION_ALIGN)
         .unwrap_or(TOO_LARGE)
+}
+
+/// Rows of anchors in which finished gradients of blocks can wait: nobody reads a block's anchors
+/// after its backward, and nobody writes them before the next forward comes to the block before.
+#[derive(Clone, Copy)]
+pub(super) struct AnchorRows {
+    /// Offset of the first.
+    start: u64,
+    /// Layers 1 to here, inclusive, have anchors that leave the device.
+    travelling: u16,
+    blocks: u16,
+    /// Bytes of a row, all micro-batches.
+    bytes: u64,
+}
+
+impl AnchorRows {
+    pub(super) fn new(start: u64, bytes: u64, blocks: u16, travelling: u16) -> AnchorRows {
+        AnchorRows {
+            start,
+            travelling,
+            blocks,
+            bytes,
+        }
+    }
+
+    /// Where the layer's gradient of `bytes` can wait: in a row that the layer has for itself.
+    pub(super) fn place(&self, layer: u16, bytes: u64) -> Option<u64> {
+        let shared = match self.travelling {
+            0 => 0,
+            travelling => travelling + 2,
+        };
+        let fits = layer > shared && layer <= self.blocks && bytes <= self.bytes;
+        fits.then(|| self.start + u64::from(layer - 1 - self.travelling) * self.bytes)
+    }
 }
 
 /// Hands out regions one after another.
@@ -64,23 +100,26 @@ impl Cutter {
         self.parts.push((name, self.next - before));
     }
 
-    /// Homes of weights, and places of gradients that wait, by layer.
-    fn cut_homes(&mut self, shape: &DeviceShape, tiles: &[TilePlan]) -> (Homes, Homes) {
-        let mut cut = |bytes: u64, is_here: &dyn Fn(&TilePlan) -> bool| {
-            let home = |tile: &TilePlan| {
-                let here = is_here(tile);
-                here.then(|| self.cut(tile.layout.elements * bytes))
-            };
-            tiles.iter().map(home).collect()
-        };
-        let weight = Section::Weight;
-        let weights = cut(weight.element_bytes(shape.precision), &|tile| {
-            tile.homes[weight as usize] == Some(Home::Device)
-        });
-        let gradients = cut(shape.gradient_bytes, &|tile| {
-            tile.gradient == GradientHome::Device
-        });
-        (weights, gradients)
+    /// Homes of sections, and places of gradients that wait, by layer.
+    fn cut_homes(
+        &mut self,
+        shape: &DeviceShape,
+        tiles: &[TilePlan],
+        rows: &AnchorRows,
+    ) -> (Homes, Parked) {
+        let mut homes = Vec::with_capacity(tiles.len());
+        let mut parked = Vec::with_capacity(tiles.len());
+        for (layer, tile) in (0..).zip(tiles) {
+            homes.push(Section::ALL.map(|section| {
+                let here = tile.homes[section as usize] == Some(Home::Device);
+                here.then(|| self.cut(tile.layout.section_bytes(section, shape.precision)))
+            }));
+            let bytes = tile.layout.elements * shape.gradient_bytes;
+            let waits = tile.gradient == GradientHome::Device;
+            let in_row = rows.place(layer, bytes);
+            parked.push(waits.then(|| in_row.unwrap_or_else(|| self.cut(bytes))));
+        }
+        (homes, parked)
     }
 
     /// Workspaces that are kept, the lean ones first.
@@ -92,7 +131,7 @@ impl Cutter {
 
     /// f32 accumulators of the head and the embed tile of that many elements. Tied, both are full
     /// until the end of backward; else the head's is done before the embed's begins: one region.
-    fn cut_accumulators(&mut self, (head, embed): (u64, u64), tied: bool) -> (u64, u64) {
+    fn cut_accumulators(&mut self, [head, embed]: [u64; 2], tied: bool) -> (u64, u64) {
         if tied {
             (self.cut(head * F32), self.cut(embed * F32))
         } else {
@@ -340,9 +379,10 @@ pub struct DeviceMap {
     pub anchors: u64,
     /// Bytes from one anchor to the next.
     pub anchor_bytes: u64,
-    /// By layer: its weight section's home, where that is the device.
-    pub weight_homes: Vec<Option<u64>>,
-    /// By layer: where its finished gradient waits, where that is the device.
+    /// By layer and section: the section's home, where that is the device.
+    pub homes: Vec<[Option<u64>; SECTION_COUNT]>,
+    /// By layer: where its finished gradient waits, where that is the device: in a region of its
+    /// own, or in the row of its anchors.
     pub parked: Vec<Option<u64>>,
     /// cos and sin of every position, f32 `[seq_len, 2, D/2]`.
     pub rope: u64,
@@ -389,7 +429,7 @@ impl DeviceMap {
         cutter.part("weights in the arithmetic's format");
 
         let accumulators = cutter.cut_all(2, block.elements * F32 * train);
-        let ends = (head.elements * train, embed.elements * train);
+        let ends = [head.elements, embed.elements].map(|elements| elements * train);
         let (head_accumulator, embed_accumulator) = cutter.cut_accumulators(ends, spec.tied);
         cutter.part("gradient accumulators");
 
@@ -397,13 +437,13 @@ impl DeviceMap {
         let rows = 1 + u64::from(spec.blocks - shape.travelling) * train;
         let anchors = cutter.cut(product([anchor_bytes, rows, shape.micros]));
         cutter.part("anchors");
-
-        let (weight_homes, parked) = cutter.cut_homes(&shape, tiles);
+        let row = anchor_bytes.saturating_mul(shape.micros);
+        let rows = AnchorRows::new(anchors, row, spec.blocks, shape.travelling);
+        let (homes, parked) = cutter.cut_homes(&shape, tiles, &rows);
         cutter.part(HOMES);
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
         let kept = cutter.cut_kept(&shape, &workspace);
         cutter.part("kept activations");
-
         let rope = cutter.cut(shape.seq_len * spec.head_dim * F32);
         // Blocks and head never compute at once.
         let scratch = cutter.next;
@@ -425,7 +465,7 @@ impl DeviceMap {
             embed_accumulator,
             anchors,
             anchor_bytes,
-            weight_homes,
+            homes,
             parked,
             rope,
             workspace,
@@ -438,6 +478,12 @@ impl DeviceMap {
             bytes: cutter.next,
             parts: cutter.parts,
         }
+    }
+
+    /// Whether a layer's gradient waits where its anchors were.
+    pub fn waits_in_row(&self, layer: u16) -> bool {
+        let at = self.parked[usize::from(layer)];
+        at.is_some_and(|at| layer > 0 && at == self.anchor(layer, 0))
     }
 
     /// Offset of the anchor that is the input of layer `layer` (1..=blocks + 1) for `micro`. The

@@ -23,10 +23,9 @@ impl Builder<'_> {
             match scheduled.action {
                 Action::Gather { micro } => {
                     link(self.rows_updated.or(self.updated[0]));
+                    link(self.last_in_row(1, micro));
                     link(self.user_of_first_anchor(micro));
-                    if !self.trains() {
-                        link(last_of_head);
-                    }
+                    link(last_of_head.filter(|_| !self.trains()));
                 }
                 Action::Promote {
                     layer,
@@ -70,11 +69,19 @@ impl Builder<'_> {
                 action => link(self.user_of_gradient(action)),
             }
         }
-        let previous = true;
         for (at, action) in links {
-            let after = &mut self.schedule.actions[at].after;
-            after.push(After { action, previous });
+            let previous = true;
+            self.schedule.actions[at]
+                .after
+                .push(After { action, previous });
         }
+    }
+
+    /// Where a gradient waits in the row of a layer's anchors: its demotion, which the first to
+    /// write there waits for.
+    fn last_in_row(&self, layer: u16, micro: u32) -> Option<u32> {
+        let waits = self.trains() && micro == 0 && self.plan.map.waits_in_row(layer);
+        waits.then(|| self.last_from_parked(layer)).flatten()
     }
 
     /// The backward that uses the anchor of layer 1 last.
@@ -90,6 +97,7 @@ impl Builder<'_> {
     /// Last user, in the step before, of the place of a gradient that `action` writes.
     fn user_of_gradient(&self, action: Action) -> Option<u32> {
         match action {
+            Action::Forward { layer, micro, .. } => self.last_in_row(layer + 1, micro),
             Action::Clear {
                 accumulator: Accumulator::Head,
                 layer,
@@ -98,9 +106,7 @@ impl Builder<'_> {
                 accumulator: Accumulator::Embed,
                 ..
             } => self.demoted[0],
-            Action::Park { layer, .. } => self.last(|a| {
-                matches!(a, Action::Demote { layer: of, from: Finished::Parked, .. } if of == layer)
-            }),
+            Action::Park { layer, .. } => self.last_from_parked(layer),
             Action::Demote { slot, .. } => {
                 self.last(|a| matches!(a, Action::Update { slot: of, .. } if of == slot))
             }
@@ -109,6 +115,13 @@ impl Builder<'_> {
             }
             _ => None,
         }
+    }
+
+    /// The demotion of a layer's gradient from where it waits on the device.
+    fn last_from_parked(&self, layer: u16) -> Option<u32> {
+        self.last(|a| {
+            matches!(a, Action::Demote { layer: of, from: Finished::Parked, .. } if of == layer)
+        })
     }
 
     /// Last demotion from the accumulator that `clear` is for.

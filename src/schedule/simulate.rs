@@ -4,7 +4,8 @@
 //!   starts when its lane is free and all that it is after has ended. The third of three steps is
 //!   reported: the pipe is full by then.
 //! - An anchor of the store takes the longer of its copy and its disk time, beside the updates'.
-//! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap.
+//! - A spilled update takes the longer of its arithmetic and its disk time, since they overlap; one
+//!   whose states live on the device, of its arithmetic and its copies each way.
 //! - AdamW is bound by host memory, which copies to and from the device read and write beside it:
 //!   their bytes delay it.
 //! - Compression of spilled moments takes its core-seconds from AdamW's cores, and no less time
@@ -17,10 +18,7 @@
 //! Pure: the rates are measured elsewhere.
 
 use super::{Action, Buffer, Form, Lane, Schedule};
-use crate::config::{RunConfig, SpillZstd};
-use crate::error::{Error, Result};
-use crate::model::ModelSpec;
-use crate::plan::{Budgets, Choice, Deferred, DeviceProfile, GradientHome, Home, Plan, Purpose};
+use crate::plan::{GradientHome, Home, Plan};
 use crate::tile::{Section, TileLayout};
 
 /// Bytes that AdamW moves a parameter where its rate is measured: a split master, f32 moments and a
@@ -221,7 +219,12 @@ fn work(plan: &Plan, action: Action, rates: &Rates) -> Work {
             let rows_first = layer == 0 && waits && spilled == 0;
             let ahead = if rows_first { named_elements(plan) } else { 0 };
             let parameters = layout(layer).elements - ahead;
+            let tile = &plan.tiles[usize::from(layer)];
+            let carried = tile.states_on_device();
+            let carried = carried.map(|section| section_bytes(layer, section)).sum();
             Work {
+                promote: carried,
+                demote: carried,
                 read: spilled,
                 write: spilled,
                 parameters,
@@ -364,83 +367,6 @@ fn compute_seconds(plan: &Plan, work: &Work, rates: &Rates) -> f64 {
         + work.passes / rates.passes
 }
 
-/// The plan of a training run with its prediction, chosen by predicted seconds: a choice that costs
-/// memory or moves more is taken only where it saves a hundredth.
-///
-/// Without clipping, and where arithmetic and AdamW do not share cores, so many updates run under
-/// the next forward. Where tiles are spilled, the last spill first or they are spread over the
-/// layers. Where tiles are spilled and anchors leave the device, so many of these are in
-/// the store in their place: their writes come in forward and their reads in backward. Spilled
-/// moments are compressed or not.
-pub fn fastest(
-    spec: &ModelSpec,
-    config: &RunConfig,
-    device: &DeviceProfile,
-    budgets: Budgets,
-    rates: &Rates,
-) -> Result<(Plan, Prediction)> {
-    let plan = |choice| {
-        let plan = Plan::choosing(spec, config, device, budgets, Purpose::Train, choice)?;
-        let prediction = simulate(&plan, &Schedule::train(&plan), rates);
-        Ok::<_, Error>((plan, prediction))
-    };
-    let mut choice = Choice::default();
-    let mut best = plan(choice)?;
-    let layers = spec.layer_count();
-    const TRIALS: u16 = 8;
-    let counts = |most: u16| (0..=TRIALS).map(move |trial| most * trial / TRIALS);
-    let faster = |a: &Prediction, b: &Prediction| a.step_seconds < b.step_seconds * 0.99;
-    let take = |best: &mut (Plan, Prediction), choice: &mut Choice, trial: Choice| {
-        // What finds no room makes a plan worse, or none.
-        let Ok(other) = plan(trial) else { return };
-        let moves_states = trial.spread || trial.stored_anchors > 0;
-        let is_allowed = moves_states || other.0.store_bytes() <= best.0.store_bytes();
-        if is_allowed && faster(&other.1, &best.1) {
-            (*best, *choice) = (other, trial);
-        }
-    };
-    let defers = !best.0.clipping && !rates.shared_cores;
-    if defers {
-        for (first, last) in counts(layers).flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
-            let deferred = Deferred { first, last };
-            let trial = Choice { deferred, ..choice };
-            take(&mut best, &mut choice, trial);
-        }
-    }
-    if best.0.spilled_bytes > 0 {
-        let Deferred { first, last } = choice.deferred;
-        let firsts = counts(layers).filter(|_| defers);
-        for first in std::iter::once(first).chain(firsts) {
-            let trial = Choice {
-                deferred: Deferred { first, last },
-                spread: true,
-                ..choice
-            };
-            take(&mut best, &mut choice, trial);
-        }
-        for stored_anchors in counts(best.0.map.shape.travelling) {
-            let trial = Choice {
-                stored_anchors,
-                ..choice
-            };
-            take(&mut best, &mut choice, trial);
-        }
-    }
-    if best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
-        let mut other = plan(Choice {
-            zstd: true,
-            ..choice
-        })?;
-        if other.0.host.coder_slabs > 0 {
-            if faster(&other.1, &best.1) {
-                std::mem::swap(&mut best, &mut other);
-            }
-            best.1.other_zstd_step_seconds = Some(other.1.step_seconds);
-        }
-    }
-    Ok(best)
-}
-
 /// Steps that are run: the pipe is full in the last.
 const STEPS: usize = 3;
 
@@ -515,18 +441,26 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
         assert!(start < WAITS, "a schedule does not wait in a circle");
         let work = &works[index];
         let disk = disk_seconds(work, rates);
-        let copies = work.promote as f64 / rates.promote + work.demote as f64 / rates.demote;
+        let ways = [
+            work.promote as f64 / rates.promote,
+            work.demote as f64 / rates.demote,
+        ];
+        let copies = ways[0] + ways[1];
         let mut end = start
             + compute_seconds(plan, work, rates)
-            + copies
             + work.parameters as f64 / rates.adamw
             + work.zstd / f64::from(rates.cores);
         if lane == UPDATE {
             let beside = (0..lanes.len()).filter(|other| *other != UPDATE);
             let copied = |lane| copy_rates[lane] * (end.min(free[lane]) - start).max(0.0);
-            end += beside.map(copied).sum::<f64>() / memory;
+            let carried = (work.promote + work.demote) as f64;
+            end += (beside.map(copied).sum::<f64>() + carried) / memory;
+            end = end.max(start + ways[0].max(ways[1]));
             update = Updating { index, step, end };
-        } else if copies > 0.0 {
+        } else {
+            end += copies;
+        }
+        if lane != UPDATE && copies > 0.0 {
             copy_rates[lane] = (work.promote + work.demote) as f64 / copies;
             let copied = copy_rates[lane] * (end.min(update.end) - start).max(0.0);
             update.end += copied / memory;

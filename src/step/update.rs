@@ -1,5 +1,5 @@
-//! The update lane: AdamW over each tile, span by span, with spilled states streaming through
-//! slabs.
+//! The update lane: AdamW over each tile, span by span, with states that are spilled or live on the
+//! device streaming through slabs.
 //!
 //! A tile that a commit is still to copy is not touched: see [`super::held`].
 
@@ -141,8 +141,8 @@ fn is_ready(pass: &Pass, index: usize) -> bool {
     })
 }
 
-/// AdamW over one tile: extent by extent if anything of it is spilled, else in one pass. In a step
-/// that is skipped spilled extents still pass by: what was announced is read.
+/// AdamW over one tile: extent by extent if anything of it passes through slabs, else in one pass.
+/// In a step that is skipped extents still pass by: what was announced is read.
 fn update_tile(
     shared: &Shared,
     pass: &Pass,
@@ -159,7 +159,7 @@ fn update_tile(
     let layout = tiers.layout(layer);
     if !tiers
         .sections()
-        .any(|section| tiers.is_spilled(layer, section))
+        .any(|section| tiers.is_streamed(layer, section))
     {
         // One pass over the whole tile: threads meet once.
         let started = Instant::now();
@@ -215,7 +215,7 @@ fn update_span(
     let mut demoted = weight.map(|slot| tiers.weight_slot(slot));
     let [weight_slab, residual_slab, moment1_slab, moment2_slab] = slabs;
     let [weight_home, residual_home, moment1_home, moment2_home] = &mut homes;
-    // A section's span is in its slab if it is spilled, else a range of its home; a weight that
+    // A section's span is in its slab if it has one, else a range of its home; a weight that
     // lives on the device is in its slot.
     let weight_home = match &mut demoted {
         Some(slot) => &mut Some(&mut **slot),

@@ -9,7 +9,8 @@ use crate::error::Result;
 use crate::measure::measure_rates;
 use crate::measure::profile::Profile;
 use crate::plan::Plan;
-use crate::schedule::simulate::{Prediction, Rates, fastest};
+use crate::schedule::choose::fastest;
+use crate::schedule::simulate::{Prediction, Rates};
 
 /// A run with the fastest plan that fits its budgets. Nothing is taken and nothing written yet.
 pub struct Planned {

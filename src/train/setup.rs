@@ -258,6 +258,6 @@ pub fn build_engine(
     } else {
         None
     };
-    let tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(trace));
+    let tiers = Tiers::new(&plan, device, cutter, ring, store, Stats::new(trace))?;
     Ok((Engine::start(spec, plan, tiers, Isa::detect())?, sentences))
 }

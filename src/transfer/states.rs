@@ -1,4 +1,5 @@
-//! The update's stream: spilled extents of each tile, read ahead, updated, written behind.
+//! The update's stream: extents of each tile that are spilled, or live on the device, read ahead,
+//! updated, written behind.
 //!
 //! - Reads, arithmetic and writes of neighbouring spans go on at once, over the slab ring.
 //! - A span is one extent of every section. All its slabs are taken before any of the next span's,
@@ -27,7 +28,7 @@ const SLABS_FOR_OTHERS: usize = 4;
 /// How long to wait for a completion before looking at the ring again.
 const RING_POLL: Duration = Duration::from_millis(1);
 
-/// Slabs of a span's spilled sections, by section.
+/// Slabs of a span's sections that pass through the ring, by section.
 pub type SpanSlabs = [Option<Lease>; SECTION_COUNT];
 
 struct Span {
@@ -75,7 +76,7 @@ impl<'a> StateStream<'a> {
     /// Names tiles that will be updated, in that order; their spans are read ahead.
     pub fn announce(&mut self, layers: impl Iterator<Item = u16>) {
         for layer in layers {
-            if self.spilled(layer).next().is_some() {
+            if self.streamed(layer).next().is_some() {
                 let extents = 0..self.tiers.layout(layer).extent_count();
                 self.ahead.extend(extents.map(|extent| (layer, extent)));
             }
@@ -123,9 +124,9 @@ impl<'a> StateStream<'a> {
     }
 
     /// The slabs of a span that was announced, once they are read: spans come in announced order.
-    /// A span of a tile that is not spilled has none.
+    /// A span of a tile that is at home in host has none.
     pub fn take(&mut self, layer: u16, extent: u32) -> Result<SpanSlabs> {
-        if self.spilled(layer).next().is_none() {
+        if self.streamed(layer).next().is_none() {
             return Ok(SpanSlabs::default());
         }
         let started = Instant::now();
@@ -174,9 +175,9 @@ impl<'a> StateStream<'a> {
     pub fn wait(&mut self) -> Result<()> {
         match self.done.recv_timeout(RING_POLL) {
             Ok(completion) => self.complete(completion)?,
-            // A thread of the store that panicked answers nobody.
+            // A thread that panicked answers nobody.
             Err(_) => {
-                if let Some(error) = self.tiers.scratch().failure() {
+                if let Some(error) = self.tiers.carriers_failure() {
                     return Err(error);
                 }
             }
@@ -184,15 +185,15 @@ impl<'a> StateStream<'a> {
         self.advance()
     }
 
-    fn spilled(&self, layer: u16) -> impl Iterator<Item = Section> + '_ {
+    fn streamed(&self, layer: u16) -> impl Iterator<Item = Section> + '_ {
         Section::ALL
             .into_iter()
-            .filter(move |section| self.tiers.is_spilled(layer, *section))
+            .filter(move |section| self.tiers.is_streamed(layer, *section))
     }
 
     fn keys(&self, layer: u16, extent: u32) -> Vec<ExtentKey> {
         let tile = self.tiers.layout(layer).id;
-        self.spilled(layer)
+        self.streamed(layer)
             .map(move |section| ExtentKey {
                 tile,
                 section,

@@ -533,28 +533,31 @@ impl<'a> Machine<'a> {
                     norm_turn(step, self.finished(index), self.finished(index) + 1),
                 ]
             }
-            Action::Park { layer, accumulator } => vec![
-                (
+            Action::Park { layer, accumulator } => {
+                let mut accesses = vec![(
                     sum_place(accumulator),
                     Turns(Some(self.complete(layer, step)), None),
-                ),
-                (
-                    Place::Parked(layer),
-                    Turns(None, Some(Content::Waiting(layer, step))),
-                ),
-            ],
+                )];
+                let waiting = Content::Waiting(layer, step);
+                accesses.extend(self.parked(layer).into_iter().map(|place| match place {
+                    // The anchors that were there are used up.
+                    Place::Anchor(..) => (place, Access::Writes(waiting.clone())),
+                    _ => (place, Turns(None, Some(waiting.clone()))),
+                }));
+                accesses
+            }
             Action::Demote { layer, from, slot } => {
                 let waiting = Content::Waiting(layer, step);
-                let (place, content) = match from {
+                let (places, content) = match from {
                     Finished::In(accumulator) => {
-                        (sum_place(accumulator), self.complete(layer, step))
+                        (vec![sum_place(accumulator)], self.complete(layer, step))
                     }
-                    Finished::Parked => (Place::Parked(layer), waiting.clone()),
+                    Finished::Parked => (self.parked(layer), waiting.clone()),
                 };
-                vec![
-                    (place, Turns(Some(content), None)),
-                    (slot_place(slot), Turns(None, Some(waiting))),
-                ]
+                let mut accesses = vec![(slot_place(slot), Turns(None, Some(waiting)))];
+                let left = |place| (place, Turns(Some(content.clone()), None));
+                accesses.extend(places.into_iter().map(left));
+                accesses
             }
             Action::Clip => {
                 let all = u32::from(head) + 1;
@@ -595,6 +598,19 @@ impl<'a> Machine<'a> {
             }
             other => unreachable!("{other:?}"),
         }
+    }
+
+    /// Where a layer's finished gradient waits on the device.
+    fn parked(&self, layer: u16) -> Vec<Place> {
+        let map = &self.plan.map;
+        if !map.waits_in_row(layer) {
+            return vec![Place::Parked(layer)];
+        }
+        let elements = self.plan.tiles[usize::from(layer)].layout.elements;
+        let anchors = (elements * self.plan.gradient_bytes).div_ceil(map.anchor_bytes) as u32;
+        assert!(anchors <= self.schedule.micros);
+        let anchor = self.anchor_place();
+        (0..anchors).map(|micro| anchor(layer, micro)).collect()
     }
 
     /// Where the anchor of (layer, micro) is on the device: a pass without gradients computes in

@@ -12,7 +12,8 @@ use terrace::measure::profile::Profile;
 use terrace::model::ModelSpec;
 use terrace::plan::{Budgets, DeviceProfile, Plan, Purpose, bytes_text, count_text};
 use terrace::schedule::Schedule;
-use terrace::schedule::simulate::{Prediction, Rates, ZstdRates, fastest};
+use terrace::schedule::choose::fastest;
+use terrace::schedule::simulate::{Prediction, Rates, ZstdRates};
 use terrace::suggest::{self, Question, Steps, suggest};
 use terrace::train::{Budget, choose_device, model_dir, resolve_budgets};
 

@@ -22,7 +22,8 @@ use terrace::machine::limits::{self, Need, Root};
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
 use terrace::plan::{DeviceProfile, Plan, bytes_text, count_text};
-use terrace::schedule::simulate::{Prediction, Rates, fastest};
+use terrace::schedule::choose::fastest;
+use terrace::schedule::simulate::{Prediction, Rates};
 use terrace::train::{
     Budget, Comparison, Evaluation, Run, Sample, Spike, Start, StepReport, Trainer, choose_device,
     resolve_budgets,

@@ -70,7 +70,14 @@ pub enum Queue {
     Return,
     /// Weights that are read beside a step.
     Aside,
+    /// States from their homes on the device.
+    StatesOut,
+    /// States back to them.
+    StatesIn,
 }
+
+/// How many there are.
+const QUEUES: usize = 7;
 
 /// A point in a queue's work. Of a device that has failed, it is reached.
 pub struct Point(Option<Event>);
@@ -117,8 +124,8 @@ pub struct CudaDevice {
     capability: (u32, u32),
     arena: DeviceMemory,
     workspace: DeviceMemory,
-    streams: [Stream; 5],
-    staging: [Mutex<Staging>; 5],
+    streams: [Stream; QUEUES],
+    staging: [Mutex<Staging>; QUEUES],
     numbers: Mutex<Numbers>,
     modules: Vec<Module>,
     kernels: Mutex<HashMap<&'static str, Kernel>>,
@@ -183,8 +190,24 @@ impl CudaDevice {
             capability: card.capability,
             arena,
             workspace,
-            streams: [stream()?, stream()?, stream()?, stream()?, stream()?],
-            staging: [large()?, large()?, small()?, small()?, small()?],
+            streams: [
+                stream()?,
+                stream()?,
+                stream()?,
+                stream()?,
+                stream()?,
+                stream()?,
+                stream()?,
+            ],
+            staging: [
+                large()?,
+                large()?,
+                small()?,
+                small()?,
+                small()?,
+                small()?,
+                small()?,
+            ],
             numbers: Numbers::new().map(Mutex::new).map_err(failed)?,
             modules,
             kernels: Mutex::default(),
