@@ -22,8 +22,10 @@ pub use rate::learning_rate;
 pub use rounding::Rounding;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use crate::host::pool::by_share;
+use crate::host::pool::{by_share, thread_time};
 use crate::tile::join_master;
 
 /// Elements of a piece of [`adamw_parallel`]: 896 KiB over all arrays of a split master.
@@ -377,7 +379,8 @@ pub fn adamw_parallel(
     adamw_ranges(isa, step, decayed, weight, moments, gradient, &[all]);
 }
 
-/// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap.
+/// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap. Returns the
+/// time of processors that it took, all threads together.
 ///
 /// # Panics
 /// As [`adamw`], or if a range leaves the span.
@@ -389,7 +392,7 @@ pub fn adamw_ranges(
     moments: MomentSpan<'_>,
     gradient: GradientSpan<'_>,
     ranges: &[Range<usize>],
-) {
+) -> Duration {
     assert!(isa.available(), "this processor has no {isa}");
     let mut rest = Span::new(weight, moments, gradient);
     let (mut at, mut pieces) = (0, Vec::new());
@@ -404,12 +407,19 @@ pub fn adamw_ranges(
             at += count;
         }
     }
-    let run = |(decayed, piece)| update(isa, step, decayed, piece);
+    let nanoseconds = AtomicU64::new(0);
+    let run = |(decayed, piece)| {
+        let before = thread_time();
+        update(isa, step, decayed, piece);
+        let taken = thread_time().saturating_sub(before).as_nanos() as u64;
+        nanoseconds.fetch_add(taken, Ordering::Relaxed);
+    };
     // A span that one thread takes in no time is not worth another thread's waking.
     match ranges.iter().map(Range::len).sum::<usize>() <= PIECE_ELEMENTS {
         true => pieces.into_iter().for_each(run),
         false => by_share(pieces, run),
     }
+    Duration::from_nanos(nanoseconds.into_inner())
 }
 
 fn update(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {

@@ -62,6 +62,8 @@ pub struct Snapshot {
     pub waits: [f64; 6],
     /// Seconds of AdamW arithmetic.
     pub update_seconds: f64,
+    /// Seconds of them in which its threads had a processor, the mean of the threads.
+    pub update_core_seconds: f64,
     /// Seconds in which promotions were under way.
     pub up_seconds: f64,
     /// Seconds in which demotions were under way.
@@ -79,6 +81,7 @@ impl Snapshot {
             *seconds -= before;
         }
         difference.update_seconds -= earlier.update_seconds;
+        difference.update_core_seconds -= earlier.update_core_seconds;
         difference.up_seconds -= earlier.up_seconds;
         difference.down_seconds -= earlier.down_seconds;
         difference
@@ -104,6 +107,7 @@ pub struct Stats {
     bytes: [AtomicU64; 4],
     wait_nanoseconds: [AtomicU64; 6],
     update_nanoseconds: AtomicU64,
+    update_core_nanoseconds: AtomicU64,
     up_nanoseconds: AtomicU64,
     down_nanoseconds: AtomicU64,
     trace: Option<Mutex<Vec<TraceEvent>>>,
@@ -120,6 +124,7 @@ impl Stats {
             bytes: Default::default(),
             wait_nanoseconds: Default::default(),
             update_nanoseconds: AtomicU64::new(0),
+            update_core_nanoseconds: AtomicU64::new(0),
             up_nanoseconds: AtomicU64::new(0),
             down_nanoseconds: AtomicU64::new(0),
             trace: trace.then(|| Mutex::new(Vec::new())),
@@ -147,11 +152,16 @@ impl Stats {
         counter.fetch_add(nanoseconds, Ordering::Relaxed);
     }
 
-    /// Adds time of AdamW's arithmetic.
-    pub fn updated(&self, time: Duration) {
-        let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.update_nanoseconds
-            .fetch_add(nanoseconds, Ordering::Relaxed);
+    /// Adds time of AdamW's arithmetic, and of processors that all its threads together had in it.
+    pub fn updated(&self, time: Duration, processors: Duration) {
+        let mean = processors / rayon::current_num_threads().max(1) as u32;
+        for (counter, time) in [
+            (&self.update_nanoseconds, time),
+            (&self.update_core_nanoseconds, mean),
+        ] {
+            let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+            counter.fetch_add(nanoseconds, Ordering::Relaxed);
+        }
     }
 
     /// Records an action that began at `start` and ends now, if a trace is kept.
@@ -211,6 +221,7 @@ impl Stats {
             bytes: std::array::from_fn(|i| read(&self.bytes[i])),
             waits: std::array::from_fn(|i| seconds(&self.wait_nanoseconds[i])),
             update_seconds: seconds(&self.update_nanoseconds),
+            update_core_seconds: seconds(&self.update_core_nanoseconds),
             up_seconds: seconds(&self.up_nanoseconds),
             down_seconds: seconds(&self.down_nanoseconds),
         }

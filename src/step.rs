@@ -17,6 +17,7 @@
 
 mod card_trace;
 mod held;
+mod idle;
 mod lanes;
 mod marker;
 mod named;
@@ -44,6 +45,7 @@ use crate::transfer::Tiers;
 pub use card_trace::CARD_LANE;
 use card_trace::CardTrace;
 pub use held::Held;
+use idle::Idle;
 use marker::Marker;
 use named::NamedRows;
 use progress::{Failure, Progress};
@@ -134,6 +136,7 @@ struct Shared {
     last_commit: Mutex<String>,
     observer: OnceLock<Observer>,
     named: NamedRows,
+    idle: Idle,
 }
 
 /// A schedule in use: its table of what is done.
@@ -170,6 +173,7 @@ impl Engine {
             last_commit: Mutex::new("there is no commit yet".to_string()),
             observer: OnceLock::new(),
             named: NamedRows::default(),
+            idle: Idle::default(),
         });
         shared.write_rope_table(spec);
         shared.tiers.device.check()?;
@@ -313,6 +317,7 @@ impl Engine {
         let tiers = &self.shared.tiers;
         tiers.device.settle();
         tiers.device.check()?;
+        self.shared.idle.flush(&tiers.device, &tiers.stats);
         if let Some(trace) = &self.card_trace {
             trace.flush(&tiers.device, &tiers.stats);
         }
@@ -412,7 +417,13 @@ impl Engine {
             Ok(())
         })
         .and_then(|()| self.shared.await_told(pass))
-        .map_err(|error| self.shared.failure.first_or(error))
+        .map_err(|error| self.shared.failure.first_or(error))?;
+        if pass.data.settings.is_some() {
+            // The last number came after all that was launched; a pass without one is drained.
+            let tiers = &self.shared.tiers;
+            self.shared.idle.flush(&tiers.device, &tiers.stats);
+        }
+        Ok(())
     }
 }
 
@@ -429,8 +440,9 @@ impl Drop for Engine {
             thread.join().ok();
         }
         self.marker.take();
-        // Its events end before the device, which ends with `shared`.
+        // Their events end before the device, which ends with `shared`.
         self.card_trace.take();
+        self.shared.idle.clear();
     }
 }
 

@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 
@@ -37,6 +38,17 @@ fn bind(cpus: &[usize]) {
     }
     // SAFETY: the set outlives the call, which copies it; 0 is the calling thread.
     unsafe { libc::sched_setaffinity(0, size_of_val(&set), &set) };
+}
+
+/// Time that the calling thread has had a processor.
+pub fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the structure outlives the call, which fills it.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Does `work` with every piece, on all threads: each begins with its own share of the pieces,

@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use crossbeam_channel::Receiver;
 
+use super::idle::Idle;
 use super::told::Told;
 use super::{Pass, Shared, update};
 use crate::device::{Dtype, Queue, View};
 use crate::error::{Error, Result};
+use crate::host::pool::thread_time;
 use crate::layer::{self, HeadTemplate};
 use crate::layer::{BlockUse, HeadAccumulators, HeadUse};
 use crate::schedule::{Accumulator, Action, Buffer, Finished, Lane};
@@ -96,7 +98,7 @@ pub(super) fn walk(
                 first: "another lane failed".to_string(),
             });
         }
-        let started = Instant::now();
+        let (started, on_processor) = (Instant::now(), thread_time());
         let action = pass.action(index);
         shared.show(lane, pass, &action);
         if let Err(error) = act(index, action) {
@@ -107,8 +109,13 @@ pub(super) fn walk(
             });
         }
         let stats = &shared.tiers.stats;
-        if matches!(lane, Lane::Up | Lane::Down) {
-            stats.moved(lane == Lane::Up, started.elapsed());
+        if lane != Lane::Compute {
+            // A card copies by itself; on the CPU device lanes share the cores.
+            let taken = match shared.tiers.device.is_asynchronous() {
+                true => started.elapsed(),
+                false => thread_time() - on_processor,
+            };
+            stats.moved(lane != Lane::Down, taken);
         }
         stats.trace(lane_name(lane), || format!("{action:?}"), started);
     }
@@ -127,7 +134,9 @@ pub(super) fn await_turn(shared: &Shared, lane: Lane, pass: &Pass, index: usize)
         if pass.progress.is_done(after.action, number) {
             continue;
         }
-        let started = Instant::now();
+        let compute = lane == Lane::Compute;
+        let device = &shared.tiers.device;
+        let (began, started) = (compute.then(|| Idle::begin(device)), Instant::now());
         if !pass.progress.wait(after.action, number) {
             return false;
         }
@@ -140,8 +149,11 @@ pub(super) fn await_turn(shared: &Shared, lane: Lane, pass: &Pass, index: usize)
             (Lane::Up, Action::Update { .. }) => Some(Wait::PromoteForUpdate),
             _ => None,
         };
-        if let Some(cause) = cause {
-            shared.tiers.stats.waited(cause, started.elapsed());
+        let stats = &shared.tiers.stats;
+        match (cause, began) {
+            (Some(cause), Some(began)) => shared.idle.end(device, stats, cause, began),
+            (Some(cause), None) => stats.waited(cause, started.elapsed()),
+            (None, _) => {}
         }
     }
     !shared.failure.is_set()

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::lanes::await_turn;
 use super::{Pass, Shared};
@@ -166,10 +166,9 @@ fn update_tile(
         let ranges = ranges(shared, pass, tile);
         let mut no_slabs = SpanSlabs::default();
         let elements = 0..layout.elements;
-        if let Some(adamw) = adamw {
-            update_span(shared, adamw, tile, elements, &ranges, &mut no_slabs);
-        }
-        tiers.stats.updated(started.elapsed());
+        let update = |adamw| update_span(shared, adamw, tile, elements, &ranges, &mut no_slabs);
+        let processors = adamw.as_ref().map(update).unwrap_or_default();
+        tiers.stats.updated(started.elapsed(), processors);
         if tile.part == Part::Rest {
             shared.poison_gradient(slot);
         }
@@ -180,10 +179,9 @@ fn update_tile(
         let started = Instant::now();
         let elements = layout.extent_elements(extent);
         let all = 0..usize::try_from(elements.end - elements.start).expect("an extent fits");
-        if let Some(adamw) = adamw {
-            update_span(shared, adamw, tile, elements, &[all], &mut slabs);
-        }
-        tiers.stats.updated(started.elapsed());
+        let update = |adamw| update_span(shared, adamw, tile, elements, &[all], &mut slabs);
+        let processors = adamw.as_ref().map(update).unwrap_or_default();
+        tiers.stats.updated(started.elapsed(), processors);
         states.put(layer, extent, slabs)?;
     }
     shared.poison_gradient(slot);
@@ -191,7 +189,8 @@ fn update_tile(
 }
 
 /// AdamW over `ranges`, counted from `elements.start`, of the same elements of each section,
-/// wherever each of them is: an extent where one is in a slab.
+/// wherever each of them is: an extent where one is in a slab. Returns the time of processors that it
+/// took.
 fn update_span(
     shared: &Shared,
     adamw: &AdamwStep,
@@ -199,7 +198,7 @@ fn update_span(
     elements: Range<u64>,
     ranges: &[Range<usize>],
     slabs: &mut SpanSlabs,
-) {
+) -> Duration {
     let Tile {
         layer,
         slot,
@@ -257,7 +256,7 @@ fn update_span(
     let decayed = usize::try_from(decayed).expect("a tile fits memory");
     adamw_ranges(
         shared.isa, adamw, decayed, weight, moments, gradient, ranges,
-    );
+    )
 }
 
 /// Elements of a tile that this update is for. What the next step names is asked for here, once.

@@ -1,8 +1,8 @@
 //! What the plan predicted of a step beside what was measured, hop by hop.
 //!
 //! Stall is the time in which the device had nothing to compute: for weights that were not yet
-//! promoted or updated, and for gradients that had not left. On the CPU device lanes share the
-//! cores, so what is measured of a copy or of AdamW includes its waiting for a core.
+//! promoted or updated, and for gradients that had not left. AdamW's time, and that of copies on the
+//! CPU device, is that in which they had a processor: waiting for one is no hop's.
 //!
 //! Steps count from the third on: the first fill caches, and updates of one step run under the
 //! next.
@@ -49,7 +49,7 @@ impl Comparison {
         self.stall += waits;
         self.up += moved.up_seconds;
         self.down += moved.down_seconds;
-        self.update += moved.update_seconds;
+        self.update += moved.update_core_seconds;
         let [.., busy] = report.store_seconds;
         self.store += busy;
     }
@@ -101,7 +101,7 @@ mod tests {
     fn the_first_steps_are_left_out_and_the_others_averaged() {
         let report = |step: u64, seconds: f64| {
             let mut moved = Snapshot {
-                update_seconds: 0.25 * seconds,
+                update_core_seconds: 0.25 * seconds,
                 ..Snapshot::default()
             };
             moved.waits[Wait::ComputeForWeights as usize] = 0.5 * seconds;

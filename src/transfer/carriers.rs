@@ -5,12 +5,14 @@
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::device::{Device, Queue};
 use crate::error::{Error, Result};
 use crate::host::Lease;
+use crate::host::pool::thread_time;
 use crate::stats::{Hop, Stats};
 use crate::store::disk::Direction;
 use crate::store::{Completion, ExtentKey};
@@ -103,6 +105,7 @@ fn carry(device: &Device, queue: Queue, stats: &Stats, loads: &Receiver<Load>) {
             mut slab,
             reply,
         } = load;
+        let (started, on_processor) = (Instant::now(), thread_time());
         let hop = match kind {
             Direction::Read => {
                 device.copy_out(offset, &mut slab.as_mut_slice::<u8>()[..bytes]);
@@ -114,6 +117,11 @@ fn carry(device: &Device, queue: Queue, stats: &Stats, loads: &Receiver<Load>) {
             }
         };
         stats.crossed(hop, bytes as u64);
+        let taken = match device.is_asynchronous() {
+            true => started.elapsed(),
+            false => thread_time() - on_processor,
+        };
+        stats.moved(hop == Hop::Promote, taken);
         let result = device.check();
         // Whoever dropped the receiver wants no answer; the slab goes back to its ring.
         reply
