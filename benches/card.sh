@@ -97,6 +97,7 @@ fourteen() {
     mkdir -p "$STORE"
     said=$(mixed)
     say "" "$said"
+    [ -n "$said" ] || { echo "the disk in $STORE could not be measured" >&2 && return 1; }
     LIMIT=${LIMIT:-500} card "$1" --config $configs/qwen2.5-14b/config.json --micro-batch 16 --host-memory 112GiB \
         --store "$STORE" --store-size "${SPILL:-56GiB}" --slabs "${SLABS:-48}" ${TRACE:+--trace "$TRACE"} \
         --disk-rate "$(awk '{print $2 + $4}' <<<"$said")GB" "${@:2}"

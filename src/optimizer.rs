@@ -379,8 +379,8 @@ pub fn adamw_parallel(
     adamw_ranges(isa, step, decayed, weight, moments, gradient, &[all]);
 }
 
-/// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap. Returns the
-/// time of processors that it took, all threads together.
+/// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap. Returns
+/// the time of processors that it took, all threads together.
 ///
 /// # Panics
 /// As [`adamw`], or if a range leaves the span.

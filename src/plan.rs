@@ -1,7 +1,8 @@
 //! The plan: where each section lives, and how large every pool is.
 //!
 //! - A pure function of model, run config and budgets: the same input gives the same plan.
-//! - Weights and states live in host; only the overflow goes to the store, states before weights.
+//! - Weights and states live in host; only the overflow goes to the device where it has room, then
+//!   to the store, states before weights.
 //! - What does not fit is refused with the bytes that are missing and what would help.
 //! - A plan changes where bytes live and what is recomputed, never what is computed (invariant 1).
 //!
@@ -161,6 +162,17 @@ pub enum SpillOrder {
     /// Those that are updated under the next forward, where the disk has nothing else to do, from
     /// the last on; then the others, spread.
     DeferredFirst,
+}
+
+impl SpillOrder {
+    /// As the plan's JSON has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            SpillOrder::LastFirst => "last",
+            SpillOrder::Spread => "spread",
+            SpillOrder::DeferredFirst => "deferred",
+        }
+    }
 }
 
 /// A tile's layout and the homes of its sections.

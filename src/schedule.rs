@@ -27,7 +27,8 @@ pub enum Lane {
     Up,
     /// Device to host.
     Down,
-    /// AdamW over host tiles, with the store's reads and writes of spilled sections.
+    /// AdamW over host tiles, with reads and writes of spilled sections and copies of states that
+    /// live on the device.
     Update,
     /// Host to device, after an update: weights that live there.
     Return,

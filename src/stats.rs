@@ -33,7 +33,7 @@ pub enum Wait {
     ComputeForDemote = 1,
     /// Promotion, for a layer's update.
     PromoteForUpdate = 2,
-    /// Update, for spilled extents.
+    /// Update, for extents that are spilled or live on the device.
     UpdateForStore = 3,
     /// Update, for a commit to have copied the tile.
     UpdateForCommit = 4,

@@ -3,8 +3,9 @@
 //! - [`Tiers`] holds what the plan cut: homes, gradient slots and the slab ring in host, the
 //!   device, the scratch store. Each home has a lock of its own; the schedule already keeps users
 //!   apart, so a lock is never waited for long.
-//! - A spilled section streams extent by extent through slabs; a slab in flight belongs to the
-//!   store until its completion, and nobody sees bytes that are not verified.
+//! - A section that is spilled, or a state of the device, streams extent by extent through slabs; a
+//!   slab in flight belongs to the store, or to a thread of [`carriers`], until its completion, and
+//!   nobody sees bytes of the store that are not verified.
 //! - Queues are bounded by the ring: a transfer waits for a slab, it never takes memory.
 //!
 //! When a transfer starts is `step`'s to say. The update's own stream over spilled states is

@@ -16,7 +16,7 @@ use terrace::checkpoint::commit_state;
 use terrace::error::{Error, Result};
 use terrace::hf::WeightSource;
 use terrace::host::HostArena;
-use terrace::plan::{Budgets, Plan, Purpose};
+use terrace::plan::{Budgets, Choice, Plan, Purpose};
 use terrace::stats::Wait;
 use terrace::step::{Engine, Held, StepSettings};
 use terrace::store::disk::{Disk, Finished, Operation, Waker};
@@ -35,12 +35,15 @@ struct Way {
     max_grad_norm: f64,
     spilled: bool,
     learning_rate: f64,
+    /// Where something is spilled.
+    states_on_device: bool,
 }
 
 const CLIPPED: Way = Way {
     max_grad_norm: 0.5,
     spilled: false,
     learning_rate: 1e-2,
+    states_on_device: false,
 };
 const UNCLIPPED: Way = Way {
     max_grad_norm: 0.0,
@@ -55,22 +58,28 @@ fn start(way: Way, directory: &Path) -> Engine {
     let mut config = support::config(SEQ_LEN, 2);
     config.train.max_grad_norm = way.max_grad_norm;
     config.memory.slabs = 4;
-    let make = |host| {
+    let make = |host, states_on_device| {
         let budgets = Budgets {
             device: 1 << 30,
             host,
             store: 1 << 30,
         };
         let profile = support::profile(Precision::Bf16);
-        let plan = Plan::new(&spec, &config, &profile, budgets, Purpose::Train).unwrap();
+        let choice = Choice {
+            states_on_device,
+            ..Choice::default()
+        };
+        let purpose = Purpose::Train;
+        let plan = Plan::choosing(&spec, &config, &profile, budgets, purpose, choice).unwrap();
         (plan, budgets)
     };
-    let (roomy, budgets) = make(1 << 30);
+    let (roomy, budgets) = make(1 << 30, false);
     let (plan, budgets) = match way.spilled {
-        true => make(roomy.host.bytes - roomy.host.homes),
+        true => make(roomy.host.bytes - roomy.host.homes, way.states_on_device),
         false => (roomy, budgets),
     };
     assert_eq!(plan.spills(), way.spilled);
+    assert_eq!(plan.states_on_device(), way.states_on_device);
     let store = match way.spilled {
         true => vec![(PathBuf::from(directory), budgets.store)],
         false => Vec::new(),
@@ -226,8 +235,12 @@ fn beside(way: Way, wait: Duration, hold: fn(&Engine) -> Held) -> Beside {
 fn a_commit_is_the_state_of_its_step_and_disturbs_nothing() {
     for way in [CLIPPED, UNCLIPPED] {
         let (losses, states) = watched(way, STEPS);
-        for spilled in [false, true] {
-            let way = Way { spilled, ..way };
+        for (spilled, states_on_device) in [(false, false), (true, false), (true, true)] {
+            let way = Way {
+                spilled,
+                states_on_device,
+                ..way
+            };
             let run = beside(way, Duration::ZERO, Engine::hold);
             assert_eq!(run.losses, losses, "{way:?}");
             assert!(run.commits == states, "{way:?}");
@@ -239,8 +252,12 @@ fn a_commit_is_the_state_of_its_step_and_disturbs_nothing() {
 fn updates_wait_for_a_slow_disk_and_the_commit_is_still_that_of_its_step() {
     for way in [CLIPPED, UNCLIPPED] {
         let (losses, states) = watched(way, STEPS);
-        for spilled in [false, true] {
-            let way = Way { spilled, ..way };
+        for (spilled, states_on_device) in [(false, false), (true, false), (true, true)] {
+            let way = Way {
+                spilled,
+                states_on_device,
+                ..way
+            };
             let run = beside(way, Duration::from_millis(10), Engine::hold);
             assert!(run.waited > 0.0, "{way:?}: {}", run.waited);
             assert_eq!(run.losses, losses, "{way:?}");

@@ -112,6 +112,11 @@ prop_compose! {
         first in 0u16..=8,
         last in 0u16..=8,
         states_on_device: bool,
+        order in prop::sample::select(vec![
+            SpillOrder::LastFirst,
+            SpillOrder::Spread,
+            SpillOrder::DeferredFirst,
+        ]),
         recompute in prop::sample::select(vec![Recompute::Auto, Recompute::All, Recompute::None]),
     ) -> Case {
         let spec = support::spec(blocks, hidden, vocab, tied);
@@ -124,7 +129,7 @@ prop_compose! {
         if long_gradients {
             config.train.gradient_dtype = GradientDtype::F32;
         }
-        let choice = Choice { states_on_device, ..updating(Deferred { first, last }) };
+        let choice = Choice { states_on_device, order, ..updating(Deferred { first, last }) };
         Case { spec, config, choice }
     }
 }
@@ -759,17 +764,61 @@ fn what_spills_is_spread_where_the_disk_then_always_has_work() {
     let device = DeviceProfile::cpu();
     let (_, prediction) = fastest(&case.spec, &case.config, &device, given, &rates).unwrap();
     let other = predict(&last, &rates).step_seconds;
-    assert!(
-        prediction.step_seconds < 0.95 * other,
-        "{} of {other}",
-        prediction.step_seconds
-    );
+    let of_spread = predict(&spread, &rates).step_seconds;
+    assert!(of_spread < 0.95 * other, "{of_spread} of {other}");
+    assert!(prediction.step_seconds <= of_spread);
     let disk = prediction.store_seconds;
     assert!(
         prediction.step_seconds < 1.25 * disk,
         "{} of {disk}",
         prediction.step_seconds
     );
+}
+
+/// 14.77 B parameters beside 112 GiB of host took 29.8 s a step with 32 GiB of moments on a disk,
+/// while a card kept 70 GiB of activations.
+#[test]
+fn states_live_on_a_card_where_that_is_faster_than_a_disk_and_nowhere_else() {
+    let mut case = Case {
+        spec: support::spec(12, 64, 17, false),
+        config: support::config(64, 4),
+        choice: Choice::default(),
+    };
+    case.config.train.max_grad_norm = 0.0;
+    let roomy = case.roomy();
+    let states: u64 = roomy.tiles.iter().map(|t| 10 * t.layout.elements).sum();
+    let mut least = case.clone();
+    least.config.memory.recompute = Recompute::All;
+    let (least, host) = (least.roomy().map.bytes, roomy.host.bytes - states / 2);
+    let (card, cpu) = (
+        DeviceProfile::cuda("card", 0, Precision::Bf16),
+        DeviceProfile::cpu(),
+    );
+    let made = |device: &DeviceProfile, store, rates: &Rates| {
+        let given = budgets(least + states + device.fixed_bytes, host, store);
+        fastest(&case.spec, &case.config, device, given, rates)
+    };
+    let with = |disk, link| Rates {
+        store_mixed: disk,
+        store_read: disk,
+        store_write: disk,
+        promote: link,
+        demote: link,
+        shared_cores: false,
+        ..machine_rates()
+    };
+    let (plan, _) = made(&card, PLENTY, &with(1e6, 1e9)).unwrap();
+    assert!(plan.states_on_device() && plan.spilled_bytes < states / 8);
+    // Without any disk.
+    let (plan, _) = made(&card, 0, &with(1e6, 1e9)).unwrap();
+    assert!(plan.states_on_device() && !plan.spills());
+    // Copies that are slower than the disk.
+    let (plan, _) = made(&card, PLENTY, &with(1e12, 1e5)).unwrap();
+    assert!(!plan.states_on_device() && plan.spills());
+    // The CPU device's memory is RAM too.
+    let (plan, _) = made(&cpu, PLENTY, &with(1e6, 1e9)).unwrap();
+    assert!(!plan.states_on_device() && plan.spills());
+    assert!(made(&cpu, 0, &with(1e6, 1e9)).is_err());
 }
 
 /// AdamW was predicted as if copies to and from the device, which use the same memory, were not

@@ -100,12 +100,17 @@ pub struct Row {
     pub stalls: [f64; WAIT_NAMES.len()],
     /// AdamW's, of all.
     pub update_seconds: f64,
+    /// Those in which its threads had a processor, of all.
+    pub update_core_seconds: f64,
+    /// Disks of the scratch store busy either way, of all.
+    pub store_seconds: f64,
     /// Bytes to drives: spilled extents, commits.
     pub written: [u64; 2],
 }
 
 impl Row {
     fn of(line: &Line, step: u64, seconds: f64) -> Row {
+        let [.., read, write] = line.busy_seconds();
         Row {
             step,
             count: 1,
@@ -118,6 +123,9 @@ impl Row {
             busy: line.busy_seconds(),
             stalls: line.stalls(),
             update_seconds: line.update_seconds,
+            // Older runs tell less.
+            update_core_seconds: line.update_core_seconds.unwrap_or(line.update_seconds),
+            store_seconds: line.store_seconds.unwrap_or(read.max(write)),
             written: [line.written_bytes.store, line.written_bytes.checkpoint],
         }
     }
@@ -135,6 +143,8 @@ impl Row {
         add(&mut self.busy, &later.busy, |a, b| a + b);
         add(&mut self.stalls, &later.stalls, |a, b| a + b);
         self.update_seconds += later.update_seconds;
+        self.update_core_seconds += later.update_core_seconds;
+        self.store_seconds += later.store_seconds;
         add(&mut self.written, &later.written, u64::saturating_add);
         self
     }

@@ -34,6 +34,10 @@ pub struct Line {
     pub hop_seconds: BTreeMap<String, f64>,
     /// Seconds of AdamW.
     pub update_seconds: f64,
+    /// Seconds of them in which its threads had a processor.
+    pub update_core_seconds: Option<f64>,
+    /// Seconds in which the scratch store's disks were busy, either way.
+    pub store_seconds: Option<f64>,
     /// Bytes written to drives.
     pub written_bytes: WrittenBytes,
     /// Share of the drive's rated life that the run has used.

@@ -207,8 +207,8 @@ fn lane_seconds(history: &History) -> Option<Vec<(&'static str, f64, f64)>> {
         ("compute", "compute_seconds", (row.seconds - waits).max(0.0)),
         ("promote", "promote_seconds", row.busy[0]),
         ("demote", "demote_seconds", row.busy[1]),
-        ("store", "store_seconds", row.busy[2].max(row.busy[3])),
-        ("AdamW", "update_seconds", row.update_seconds),
+        ("store", "store_seconds", row.store_seconds),
+        ("AdamW", "update_seconds", row.update_core_seconds),
     ];
     let count = row.count as f64;
     let lanes = lanes.map(|(name, key, seconds)| (name, predicted(key), seconds / count));

@@ -357,13 +357,13 @@ fn spill(
 /// Sections of the tiles in the order in which they spill. Any first part of what is spread is
 /// spread over the tiles, which multiples of the golden ratio are.
 fn order(tiles: &[TilePlan], sections: &[Section], order: SpillOrder) -> Vec<(usize, Section)> {
-    let waits = |tile: &usize| tiles[*tile].gradient != GradientHome::Shared;
+    // A step's beginning waits for the embedding.
+    let waits = |tile: &usize| *tile != 0 && tiles[*tile].gradient != GradientHome::Shared;
     let (whole, mut spread): (Vec<usize>, Vec<usize>) = match order {
         SpillOrder::LastFirst => ((0..tiles.len()).collect(), Vec::new()),
         SpillOrder::Spread => (Vec::new(), (0..tiles.len()).collect()),
         SpillOrder::DeferredFirst => (0..tiles.len()).partition(waits),
     };
-    // The embedding is wanted first and finished last.
     let golden = |tile: &usize| (*tile as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     spread.sort_by_key(|tile| (*tile == 0, golden(tile)));
     let last_first = whole.into_iter().rev();

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::regions::HOMES;
-use super::{GradientHome, Plan};
+use super::{GradientHome, Home, Plan};
 use crate::schedule::simulate::{Prediction, Rates};
 use crate::tile::{Precision, Section};
 
@@ -156,7 +156,7 @@ impl Plan {
             shape.micros,
             shape.tokens,
         );
-        let anchors = self.in_rows_sentence() + &self.anchors_sentence();
+        let anchors = self.device_sentences() + &self.anchors_sentence();
         let checkpoints = if self.checkpoint_bytes > 0 {
             let bytes = bytes_text(self.checkpoint_bytes);
             format!("  checkpoints: {bytes} in checkpoint.dir, with one free beside those kept")
@@ -236,15 +236,32 @@ impl Plan {
         1.0 - (1.0 - rates.zstd.ratio) * 4.0 / width
     }
 
-    /// Which gradients take no memory of their own.
-    fn in_rows_sentence(&self) -> String {
-        match self.parked_bytes()[1] {
-            0 => String::new(),
-            bytes => format!(
-                "  {} of gradients wait on the device where anchors were that backward has used\n",
-                bytes_text(bytes)
-            ),
+    /// What states on the device cost, and which gradients take no memory of their own.
+    fn device_sentences(&self) -> String {
+        let mut text = String::new();
+        let states: u64 = Section::present(self.precision)
+            .filter(|section| *section != Section::Weight)
+            .map(|section| self.placed(section)[Home::Device as usize])
+            .sum();
+        if states > 0 {
+            writeln!(
+                text,
+                "  {} of states live on the device and go to host and back for their update: \
+                 host has no room for them",
+                bytes_text(states)
+            )
+            .ok();
         }
+        let in_rows = self.parked_bytes()[1];
+        if in_rows > 0 {
+            let bytes = bytes_text(in_rows);
+            writeln!(
+                text,
+                "  {bytes} of gradients wait on the device where anchors were that are used up"
+            )
+            .ok();
+        }
+        text
     }
 
     /// Which anchors go to the store, and why or what would keep them out of it.
@@ -346,6 +363,7 @@ impl Plan {
             "inexact": self.precision == Precision::Bf16Moments,
             "clipping": self.clipping,
             "deferred_layers": self.deferred_layers(),
+            "spills_first": self.order.name(),
             "gradients_on_device": self.parked_bytes()[0],
             "gradients_in_anchors": self.parked_bytes()[1],
             "budgets": {

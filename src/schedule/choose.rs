@@ -46,6 +46,7 @@ pub fn fastest(
     if search.best.0.spilled_bytes > 0 {
         search.choose_order(defers, spec.layer_count());
         search.choose_anchors();
+        search.reconsider_states(device);
     }
     if search.best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
         search.choose_zstd()?;
@@ -127,8 +128,9 @@ impl<'a> Search<'a> {
                 ..self.choice
             });
         }
-        let firsts = [0, 1, 2, 4, 8, 16, first];
-        for last in (1..=layers / 3).filter(|_| defers) {
+        let firsts = [0, 2, 8, first];
+        let lasts = (1..=layers / 3).filter(|last| *last <= TRIALS || last % 2 == 0);
+        for last in lasts.filter(|_| defers) {
             for first in firsts {
                 self.try_out(Choice {
                     deferred: Deferred { first, last },
@@ -143,6 +145,16 @@ impl<'a> Search<'a> {
         for stored_anchors in counts(self.best.0.map.shape.travelling) {
             self.try_out(Choice {
                 stored_anchors,
+                ..self.choice
+            });
+        }
+    }
+
+    /// What was chosen since may go better with states elsewhere.
+    fn reconsider_states(&mut self, device: &DeviceProfile) {
+        if device.card.is_some() {
+            self.try_out(Choice {
+                states_on_device: !self.choice.states_on_device,
                 ..self.choice
             });
         }

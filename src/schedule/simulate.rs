@@ -455,7 +455,20 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
             let copied = |lane| copy_rates[lane] * (end.min(free[lane]) - start).max(0.0);
             let carried = (work.promote + work.demote) as f64;
             end += (beside.map(copied).sum::<f64>() + carried) / memory;
-            end = end.max(start + ways[0].max(ways[1]));
+            let copying = |lane: Lane| match copy_rates[lane as usize] > 0.0 {
+                true => (end.min(free[lane as usize]) - start).max(0.0),
+                false => 0.0,
+            };
+            let up = ways[0] + copying(Lane::Up) + copying(Lane::Return);
+            let down = ways[1] + copying(Lane::Down);
+            end = match (
+                carried > 0.0,
+                overlaps(plan, schedule.actions[index].action),
+            ) {
+                (false, _) => end,
+                (true, true) => end.max(start + up.max(down)),
+                (true, false) => end + up + down,
+            };
             update = Updating { index, step, end };
         } else {
             end += copies;
@@ -482,6 +495,16 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
             step_end[step] = end;
         }
     }
+}
+
+/// Whether there are slabs for spans that are read, updated and written at once.
+fn overlaps(plan: &Plan, action: Action) -> bool {
+    let Action::Update { layer, .. } = action else {
+        return true;
+    };
+    let tile = &plan.tiles[usize::from(layer)];
+    let sections = tile.spilled().count() + tile.states_on_device().count();
+    plan.host.slabs >= 3 * sections as u64
 }
 
 /// Cores that compress: as many as there are threads, less one for the store's own thread.

@@ -92,7 +92,7 @@ impl Counters {
         }
     }
 
-    /// Both, of several disks.
+    /// Both, of several disks; the time is that of the busiest.
     pub fn plus(mut self, other: Counters) -> Counters {
         for direction in [Direction::Read, Direction::Write] {
             let add = *{ other }.flow(direction);
@@ -102,7 +102,7 @@ impl Counters {
             flow.latency_ns += add.latency_ns;
             flow.busy_ns += add.busy_ns;
         }
-        self.busy_ns += other.busy_ns;
+        self.busy_ns = self.busy_ns.max(other.busy_ns);
         self.flush_count += other.flush_count;
         self
     }

@@ -1,8 +1,8 @@
 //! What the plan predicted of a step beside what was measured, hop by hop.
 //!
 //! Stall is the time in which the device had nothing to compute: for weights that were not yet
-//! promoted or updated, and for gradients that had not left. AdamW's time, and that of copies on the
-//! CPU device, is that in which they had a processor: waiting for one is no hop's.
+//! promoted or updated, and for gradients that had not left. AdamW's time, and that of copies on
+//! the CPU device, is that in which they had a processor: waiting for one is no hop's.
 //!
 //! Steps count from the third on: the first fill caches, and updates of one step run under the
 //! next.

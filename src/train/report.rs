@@ -122,7 +122,7 @@ impl Metrics {
     pub fn step(&mut self, report: &StepReport) {
         let moved = &report.moved;
         let written = &report.written;
-        let [read, write, _] = report.store_seconds;
+        let [read, write, store] = report.store_seconds;
         let busy = [moved.up_seconds, moved.down_seconds, read, write];
         let mut line = json!({
             "step": report.step,
@@ -137,6 +137,8 @@ impl Metrics {
             "stall_seconds": named(&WAIT_NAMES, &moved.waits),
             "hop_seconds": named(&HOP_NAMES, &busy),
             "update_seconds": moved.update_seconds,
+            "update_core_seconds": moved.update_core_seconds,
+            "store_seconds": store,
             "written_bytes": {
                 "store": written.store,
                 "checkpoint": written.checkpoint,

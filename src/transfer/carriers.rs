@@ -1,7 +1,8 @@
-//! Extents between slabs and homes of states on the device: a thread each way, so that copies both
+//! Extents between slabs and homes of states on the device: threads each way, so that copies both
 //! ways go on beside AdamW.
 //!
-//! A thread waits for each of its copies, so what it answers is done.
+//! A thread waits for each of its copies, so what it answers is done; another one's copy goes on
+//! meanwhile.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -29,7 +30,10 @@ pub(super) struct Load {
     pub(super) reply: Sender<Completion>,
 }
 
-/// The two threads; none where no states live on the device.
+/// Threads of a way: one copies while another is woken.
+const THREADS: usize = 2;
+
+/// The threads; none where no states live on the device.
 #[derive(Default)]
 pub(super) struct Carriers {
     /// From the device, and back to it.
@@ -38,18 +42,20 @@ pub(super) struct Carriers {
 }
 
 impl Carriers {
-    /// Starts both.
+    /// Starts them.
     pub(super) fn start(device: &Arc<Device>, stats: &Arc<Stats>) -> Result<Carriers> {
         let mut threads = Vec::new();
         let mut way = |name: &str, queue| {
             // Bounded by the slabs of the ring.
             let (sender, loads) = crossbeam_channel::unbounded();
-            let (device, stats) = (device.clone(), stats.clone());
-            let thread = std::thread::Builder::new()
-                .name(format!("terrace-{name}"))
-                .spawn(move || carry(&device, queue, &stats, &loads))
-                .map_err(|source| Error::io("start a thread", "carrier".as_ref(), source))?;
-            threads.push(thread);
+            for _ in 0..THREADS {
+                let (device, stats, loads) = (device.clone(), stats.clone(), loads.clone());
+                let thread = std::thread::Builder::new()
+                    .name(format!("terrace-{name}"))
+                    .spawn(move || carry(&device, queue, &stats, &loads))
+                    .map_err(|source| Error::io("start a thread", "carrier".as_ref(), source))?;
+                threads.push(thread);
+            }
             Ok::<_, Error>(sender)
         };
         let out = way("states-out", Queue::StatesOut)?;
@@ -61,7 +67,7 @@ impl Carriers {
     /// Hands a copy over.
     ///
     /// # Errors
-    /// [`Error::StoreFailed`] if its thread has ended.
+    /// [`Error::Device`] if its threads have ended.
     pub(super) fn submit(&self, load: Load) -> Result<()> {
         let ways = self.ways.as_ref();
         let [out, back] = ways.expect("states live on the device");
@@ -89,8 +95,12 @@ impl Drop for Carriers {
 }
 
 fn ended() -> Error {
-    Error::StoreFailed {
-        first: "a thread that copies states from and to the device has ended".to_string(),
+    Error::Device {
+        device: "device".to_string(),
+        call: "copies of states".to_string(),
+        message: "the thread that waits for them has ended".to_string(),
+        during: String::new(),
+        remedy: String::new(),
     }
 }
 

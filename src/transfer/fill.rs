@@ -1,7 +1,7 @@
 //! Whole sections written from outside: at the start of a run, and at resume.
 //!
-//! Extents of spilled sections go through the slab ring, several in flight; homes are written where
-//! they are. Only while the lanes stand still.
+//! Extents of spilled sections go through the slab ring, several in flight, those of the device one
+//! by one; homes in host are written where they are. Only while the lanes stand still.
 
 use crossbeam_channel::{Receiver, Sender};
 

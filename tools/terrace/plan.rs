@@ -10,7 +10,7 @@ use terrace::hf::{self, hub};
 use terrace::measure::measure_rates;
 use terrace::measure::profile::Profile;
 use terrace::model::ModelSpec;
-use terrace::plan::{Budgets, DeviceProfile, Plan, Purpose, bytes_text, count_text};
+use terrace::plan::{Budgets, DeviceProfile, Plan, bytes_text, count_text};
 use terrace::schedule::Schedule;
 use terrace::schedule::choose::fastest;
 use terrace::schedule::simulate::{Prediction, Rates, ZstdRates};
@@ -410,7 +410,7 @@ fn without_stored_anchors(
         return None;
     }
     let fits = |config: &RunConfig| {
-        let plan = Plan::new(spec, config, profile, budgets, Purpose::Train);
+        let plan = Plan::fitting(spec, config, profile, budgets);
         plan.is_ok_and(|plan| plan.stored_anchors == 0)
     };
     let largest = |most: u64, set: &dyn Fn(&mut RunConfig, u64)| {

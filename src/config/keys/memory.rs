@@ -64,7 +64,7 @@ pub(super) const KEYS: &[Key] = &[
         Free,
         "16",
         "",
-        "Host slabs of 4 MiB in flight to and from the store, 4 to 256.",
+        "Host slabs of 4 MiB in flight to and from the store, and states of a card, 4 to 256.",
         |g| g.integer(4, 256)?,
         |v| Some(v.to_string())
     ),
