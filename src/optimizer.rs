@@ -22,7 +22,6 @@ pub use rate::learning_rate;
 pub use rounding::Rounding;
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::host::pool::{by_share, thread_time};
@@ -380,7 +379,7 @@ pub fn adamw_parallel(
 }
 
 /// [`adamw_parallel`] of the elements in `ranges` alone, which ascend and do not overlap. Returns
-/// the time of processors that it took, all threads together.
+/// the time that its threads had a processor for it, the mean of them.
 ///
 /// # Panics
 /// As [`adamw`], or if a range leaves the span.
@@ -407,19 +406,16 @@ pub fn adamw_ranges(
             at += count;
         }
     }
-    let nanoseconds = AtomicU64::new(0);
-    let run = |(decayed, piece)| {
-        let before = thread_time();
-        update(isa, step, decayed, piece);
-        let taken = thread_time().saturating_sub(before).as_nanos() as u64;
-        nanoseconds.fetch_add(taken, Ordering::Relaxed);
-    };
+    let run = |(decayed, piece)| update(isa, step, decayed, piece);
     // A span that one thread takes in no time is not worth another thread's waking.
     match ranges.iter().map(Range::len).sum::<usize>() <= PIECE_ELEMENTS {
-        true => pieces.into_iter().for_each(run),
+        true => {
+            let before = thread_time();
+            pieces.into_iter().for_each(run);
+            thread_time().saturating_sub(before)
+        }
         false => by_share(pieces, run),
     }
-    Duration::from_nanos(nanoseconds.into_inner())
 }
 
 fn update(isa: Isa, step: &AdamwStep, decayed: usize, span: Span<'_>) {

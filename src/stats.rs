@@ -1,7 +1,9 @@
 //! Counters of every hop, waits by cause, and the trace of a run.
 //!
 //! - Counting is a few relaxed atomic additions an action; the trace is kept only when asked for.
-//! - Seconds are wall-clock seconds of the thread that did the work or waited.
+//! - Seconds are wall-clock seconds of the thread that did the work or waited; on the CPU device,
+//!   where lanes share the cores, copies count while their thread has a processor. On a card the
+//!   compute lane's waits are the card's, by its own clock, from driver 12.8 on.
 //!
 //! Nothing here decides anything: no number of this room reaches a loss or a weight.
 
@@ -152,9 +154,8 @@ impl Stats {
         counter.fetch_add(nanoseconds, Ordering::Relaxed);
     }
 
-    /// Adds time of AdamW's arithmetic, and of processors that all its threads together had in it.
-    pub fn updated(&self, time: Duration, processors: Duration) {
-        let mean = processors / rayon::current_num_threads().max(1) as u32;
+    /// Adds time of AdamW's arithmetic, and that in which its threads had a processor.
+    pub fn updated(&self, time: Duration, mean: Duration) {
         for (counter, time) in [
             (&self.update_nanoseconds, time),
             (&self.update_core_nanoseconds, mean),

@@ -810,8 +810,15 @@ fn states_live_on_a_card_where_that_is_faster_than_a_disk_and_nowhere_else() {
     let (plan, _) = made(&card, PLENTY, &with(1e6, 1e9)).unwrap();
     assert!(plan.states_on_device() && plan.spilled_bytes < states / 8);
     // Without any disk.
-    let (plan, _) = made(&card, 0, &with(1e6, 1e9)).unwrap();
+    let (mut plan, _) = made(&card, 0, &with(1e6, 1e9)).unwrap();
     assert!(plan.states_on_device() && !plan.spills());
+    // With few slabs nothing goes on at once.
+    let seconds = |plan: &Plan| {
+        let rates = with(1e6, 1e8);
+        simulate(plan, &Schedule::train(plan), &rates).step_seconds
+    };
+    let (at_once, one) = (seconds(&plan), std::mem::replace(&mut plan.host.slabs, 4));
+    assert!(one >= 9 && seconds(&plan) > 1.3 * at_once, "{at_once}");
     // Copies that are slower than the disk.
     let (plan, _) = made(&card, PLENTY, &with(1e12, 1e5)).unwrap();
     assert!(!plan.states_on_device() && plan.spills());

@@ -6,6 +6,7 @@
 //!   decided by `machine`; threads of I/O and of lanes stay free.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -52,11 +53,12 @@ pub fn thread_time() -> Duration {
 }
 
 /// Does `work` with every piece, on all threads: each begins with its own share of the pieces,
-/// which follow each other, then takes what others have left, from their ends.
-pub fn by_share<T: Send>(pieces: Vec<T>, work: impl Fn(T) + Sync) {
+/// which follow each other, then takes what others have left, from their ends. Returns the time
+/// that its threads had a processor for it, the mean of those that there were pieces for.
+pub fn by_share<T: Send>(pieces: Vec<T>, work: impl Fn(T) + Sync) -> Duration {
     let (count, threads) = (pieces.len(), rayon::current_num_threads());
     if count <= 1 || threads == 1 {
-        return pieces.into_iter().for_each(work);
+        return timed(|| pieces.into_iter().for_each(work));
     }
     let mut pieces = pieces.into_iter();
     let ends =
@@ -73,18 +75,32 @@ pub fn by_share<T: Send>(pieces: Vec<T>, work: impl Fn(T) + Sync) {
             share.pop_back()
         }
     };
+    let walk = || {
+        let own = rayon::current_thread_index().unwrap_or(0);
+        for turn in 0..threads {
+            while let Some(piece) = next((own + turn) % threads, turn == 0) {
+                work(piece);
+            }
+        }
+    };
+    let nanoseconds = AtomicU64::new(0);
+    let workers = threads.min(count);
     rayon::scope(|scope| {
-        for _ in 0..threads.min(count) {
+        for _ in 0..workers {
             scope.spawn(|_| {
-                let own = rayon::current_thread_index().unwrap_or(0);
-                for turn in 0..threads {
-                    while let Some(piece) = next((own + turn) % threads, turn == 0) {
-                        work(piece);
-                    }
-                }
+                let taken = timed(walk).as_nanos() as u64;
+                nanoseconds.fetch_add(taken, Ordering::Relaxed);
             });
         }
     });
+    Duration::from_nanos(nanoseconds.into_inner() / workers as u64)
+}
+
+/// Time of a processor that the calling thread takes for `work`.
+fn timed(work: impl FnOnce()) -> Duration {
+    let before = thread_time();
+    work();
+    thread_time().saturating_sub(before)
 }
 
 #[cfg(test)]

@@ -482,6 +482,23 @@ mod tests {
     }
 
     #[test]
+    fn older_lines_tell_less() {
+        let dir = tempfile::tempdir().unwrap();
+        let old = "{\"step\":1,\"loss\":1.0,\"step_seconds\":2.0,\"update_seconds\":0.5,\
+                   \"hop_seconds\":{\"store_read\":0.25,\"store_write\":0.75}";
+        let new = old.replace("\"step\":1", "\"step\":2")
+            + ",\"update_core_seconds\":0.125,\"store_seconds\":0.875";
+        std::fs::write(
+            dir.path().join("metrics.jsonl"),
+            format!("{old}}}\n{new}}}\n"),
+        )
+        .unwrap();
+        let rows = History::open(dir.path()).unwrap().rows;
+        let of = |row: &Row| (row.update_core_seconds, row.store_seconds);
+        assert_eq!((of(&rows[0]), of(&rows[1])), ((0.5, 0.75), (0.125, 0.875)));
+    }
+
+    #[test]
     fn a_step_that_is_told_twice_counts_once() {
         let dir = tempfile::tempdir().unwrap();
         let mut text = String::new();

@@ -143,7 +143,7 @@ impl Numbers {
         let stalls = by("cause", &WAIT_NAMES, &moved.waits);
         let help = "Seconds that a lane stood still.";
         text.metric("stall_seconds_total", "counter", help, &stalls);
-        let update = "Seconds of AdamW.";
+        let update = "Seconds of AdamW, waiting for a core included.";
         text.counter("update_seconds_total", update, moved.update_seconds);
         self.commits(&mut text);
         let names: Vec<&str> = self.tiers.iter().map(|tier| tier.0).collect();

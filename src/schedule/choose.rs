@@ -18,7 +18,8 @@ const TRIALS: u16 = 8;
 
 /// The plan of a training run with its prediction, chosen by predicted seconds.
 ///
-/// - On a card, states of tiles that would be spilled live there in place of kept activations.
+/// - On a card, states of tiles that would be spilled live there in place of kept activations, or
+///   do not.
 /// - Without clipping, and where arithmetic and AdamW do not share cores, so many updates run under
 ///   the next forward.
 /// - Where tiles are spilled: which of them first.
@@ -40,13 +41,40 @@ pub fn fastest(
         let prediction = simulate(&plan, &Schedule::train(&plan), rates);
         Ok::<_, Error>((plan, prediction))
     };
-    let mut search = Search::start(&make, device)?;
+    let plain = search(&make, config, spec, rates, Choice::default());
+    if device.card.is_none() || plain.as_ref().is_ok_and(|(plan, _)| !plan.spills()) {
+        return plain;
+    }
+    // The CPU device's memory is RAM, as the host's is; a card's is more.
+    let states = Choice {
+        states_on_device: true,
+        ..Choice::default()
+    };
+    match (plain, search(&make, config, spec, rates, states)) {
+        (Ok(plain), Ok(carried)) if !is_faster(&carried.1, &plain.1) => Ok(plain),
+        (plain, Err(_)) => plain,
+        (_, carried) => carried,
+    }
+}
+
+/// The best plan by all that is chosen from `start` on.
+fn search(
+    make: &dyn Fn(Choice) -> Result<(Plan, Prediction)>,
+    config: &RunConfig,
+    spec: &ModelSpec,
+    rates: &Rates,
+    start: Choice,
+) -> Result<(Plan, Prediction)> {
+    let mut search = Search {
+        make,
+        choice: start,
+        best: make(start)?,
+    };
     let defers = !search.best.0.clipping && !rates.shared_cores;
     search.choose_deferred(defers, spec.layer_count());
     if search.best.0.spilled_bytes > 0 {
         search.choose_order(defers, spec.layer_count());
         search.choose_anchors();
-        search.reconsider_states(device);
     }
     if search.best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
         search.choose_zstd()?;
@@ -70,28 +98,7 @@ fn is_faster(a: &Prediction, b: &Prediction) -> bool {
     a.step_seconds < b.step_seconds * 0.99
 }
 
-impl<'a> Search<'a> {
-    /// Everything at its default, and whether states live on the device. The CPU device's memory is
-    /// RAM, as the host's is: there is nothing to be gained.
-    fn start(
-        make: &'a dyn Fn(Choice) -> Result<(Plan, Prediction)>,
-        device: &DeviceProfile,
-    ) -> Result<Search<'a>> {
-        let states = Choice {
-            states_on_device: device.card.is_some(),
-            ..Choice::default()
-        };
-        let (choice, best) = match make(Choice::default()) {
-            Err(Error::Budget { .. }) if states.states_on_device => (states, make(states)?),
-            planned => (Choice::default(), planned?),
-        };
-        let mut search = Search { make, choice, best };
-        if search.best.0.spilled_bytes > 0 {
-            search.try_out(states);
-        }
-        Ok(search)
-    }
-
+impl Search<'_> {
     /// Takes the choice if it is faster and, unless it is about what spills, spills no more. What
     /// finds no room makes a plan worse, or none.
     fn try_out(&mut self, choice: Choice) {
@@ -128,10 +135,11 @@ impl<'a> Search<'a> {
                 ..self.choice
             });
         }
-        let firsts = [0, 2, 8, first];
-        let lasts = (1..=layers / 3).filter(|last| *last <= TRIALS || last % 2 == 0);
-        for last in lasts.filter(|_| defers) {
-            for first in firsts {
+        for last in [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32] {
+            for first in [0, first]
+                .into_iter()
+                .filter(|_| defers && last <= layers / 3)
+            {
                 self.try_out(Choice {
                     deferred: Deferred { first, last },
                     order: SpillOrder::DeferredFirst,
@@ -145,16 +153,6 @@ impl<'a> Search<'a> {
         for stored_anchors in counts(self.best.0.map.shape.travelling) {
             self.try_out(Choice {
                 stored_anchors,
-                ..self.choice
-            });
-        }
-    }
-
-    /// What was chosen since may go better with states elsewhere.
-    fn reconsider_states(&mut self, device: &DeviceProfile) {
-        if device.card.is_some() {
-            self.try_out(Choice {
-                states_on_device: !self.choice.states_on_device,
                 ..self.choice
             });
         }

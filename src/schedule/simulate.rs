@@ -421,6 +421,7 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
     let mut free = [0.0f64; Lane::ALL.len()];
     let mut store_free = 0.0f64;
     let mut copy_rates = [0.0f64; Lane::ALL.len()];
+    let mut copied_until = [0.0f64; Lane::ALL.len()];
     let mut update = Updating::default();
     let mut step_end = [0.0f64; STEPS];
     let start = |lane: usize, done: usize, free: f64, ended: &[[f64; STEPS]]| {
@@ -452,11 +453,11 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
             + work.zstd / f64::from(rates.cores);
         if lane == UPDATE {
             let beside = (0..lanes.len()).filter(|other| *other != UPDATE);
-            let copied = |lane| copy_rates[lane] * (end.min(free[lane]) - start).max(0.0);
+            let copied = |lane| copy_rates[lane] * (end.min(copied_until[lane]) - start).max(0.0);
             let carried = (work.promote + work.demote) as f64;
             end += (beside.map(copied).sum::<f64>() + carried) / memory;
             let copying = |lane: Lane| match copy_rates[lane as usize] > 0.0 {
-                true => (end.min(free[lane as usize]) - start).max(0.0),
+                true => (end.min(copied_until[lane as usize]) - start).max(0.0),
                 false => 0.0,
             };
             let up = ways[0] + copying(Lane::Up) + copying(Lane::Return);
@@ -475,6 +476,7 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
         }
         if lane != UPDATE && copies > 0.0 {
             copy_rates[lane] = (work.promote + work.demote) as f64 / copies;
+            copied_until[lane] = start + copies;
             let copied = copy_rates[lane] * (end.min(update.end) - start).max(0.0);
             update.end += copied / memory;
             if free[UPDATE] < update.end {

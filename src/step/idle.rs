@@ -48,9 +48,13 @@ impl Idle {
         waits.clear();
     }
 
-    /// Counts what was kept. The device has come to every point.
+    /// Counts what was kept, once the device has come to the last point: it has by then, unless
+    /// something was launched after what the pass ended with.
     pub(super) fn flush(&self, device: &Device, stats: &Stats) {
         let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((.., last)) = waits.last() {
+            device.reach(last);
+        }
         for (wait, from, to) in waits.drain(..) {
             let seconds = device.seconds_between(&from, &to).max(0.0);
             stats.waited(wait, Duration::from_secs_f64(seconds));

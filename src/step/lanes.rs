@@ -113,7 +113,7 @@ pub(super) fn walk(
             // A card copies by itself; on the CPU device lanes share the cores.
             let taken = match shared.tiers.device.is_asynchronous() {
                 true => started.elapsed(),
-                false => thread_time() - on_processor,
+                false => thread_time().saturating_sub(on_processor),
             };
             stats.moved(lane != Lane::Down, taken);
         }

@@ -189,8 +189,8 @@ fn update_tile(
 }
 
 /// AdamW over `ranges`, counted from `elements.start`, of the same elements of each section,
-/// wherever each of them is: an extent where one is in a slab. Returns the time of processors that
-/// it took.
+/// wherever each of them is: an extent where one is in a slab. Returns the time that threads
+/// had a processor for it, the mean of them.
 fn update_span(
     shared: &Shared,
     adamw: &AdamwStep,

@@ -92,7 +92,7 @@ impl Counters {
         }
     }
 
-    /// Both, of several disks; the time is that of the busiest.
+    /// Both, of several disks; times busy are those of the busiest.
     pub fn plus(mut self, other: Counters) -> Counters {
         for direction in [Direction::Read, Direction::Write] {
             let add = *{ other }.flow(direction);
@@ -100,7 +100,7 @@ impl Counters {
             flow.count += add.count;
             flow.bytes += add.bytes;
             flow.latency_ns += add.latency_ns;
-            flow.busy_ns += add.busy_ns;
+            flow.busy_ns = flow.busy_ns.max(add.busy_ns);
         }
         self.busy_ns = self.busy_ns.max(other.busy_ns);
         self.flush_count += other.flush_count;

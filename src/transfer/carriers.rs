@@ -4,7 +4,7 @@
 //! A thread waits for each of its copies, so what it answers is done; another one's copy goes on
 //! meanwhile.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -48,11 +48,13 @@ impl Carriers {
         let mut way = |name: &str, queue| {
             // Bounded by the slabs of the ring.
             let (sender, loads) = crossbeam_channel::unbounded();
+            let busy_until = Arc::new(Mutex::new(Instant::now()));
             for _ in 0..THREADS {
                 let (device, stats, loads) = (device.clone(), stats.clone(), loads.clone());
+                let busy_until = busy_until.clone();
                 let thread = std::thread::Builder::new()
                     .name(format!("terrace-{name}"))
-                    .spawn(move || carry(&device, queue, &stats, &loads))
+                    .spawn(move || carry(&device, queue, &stats, &loads, &busy_until))
                     .map_err(|source| Error::io("start a thread", "carrier".as_ref(), source))?;
                 threads.push(thread);
             }
@@ -104,7 +106,14 @@ fn ended() -> Error {
     }
 }
 
-fn carry(device: &Device, queue: Queue, stats: &Stats, loads: &Receiver<Load>) {
+/// `busy_until` is when the way's last copy ended: time of two threads at once counts once.
+fn carry(
+    device: &Device,
+    queue: Queue,
+    stats: &Stats,
+    loads: &Receiver<Load>,
+    busy_until: &Mutex<Instant>,
+) {
     device.enter(queue);
     for load in loads {
         let Load {
@@ -128,8 +137,13 @@ fn carry(device: &Device, queue: Queue, stats: &Stats, loads: &Receiver<Load>) {
         };
         stats.crossed(hop, bytes as u64);
         let taken = match device.is_asynchronous() {
-            true => started.elapsed(),
-            false => thread_time() - on_processor,
+            true => {
+                let mut until = busy_until.lock().unwrap_or_else(PoisonError::into_inner);
+                let from = started.max(*until);
+                *until = from.max(Instant::now());
+                *until - from
+            }
+            false => thread_time().saturating_sub(on_processor),
         };
         stats.moved(hop == Hop::Promote, taken);
         let result = device.check();
