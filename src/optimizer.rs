@@ -24,7 +24,7 @@ pub use rounding::Rounding;
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::host::pool::{by_share, thread_time};
+use crate::host::pool::{by_share, timed};
 use crate::tile::join_master;
 
 /// Elements of a piece of [`adamw_parallel`]: 896 KiB over all arrays of a split master.
@@ -409,11 +409,7 @@ pub fn adamw_ranges(
     let run = |(decayed, piece)| update(isa, step, decayed, piece);
     // A span that one thread takes in no time is not worth another thread's waking.
     match ranges.iter().map(Range::len).sum::<usize>() <= PIECE_ELEMENTS {
-        true => {
-            let before = thread_time();
-            pieces.into_iter().for_each(run);
-            thread_time().saturating_sub(before)
-        }
+        true => timed(|| pieces.into_iter().for_each(run)),
         false => by_share(pieces, run),
     }
 }

@@ -97,7 +97,7 @@ pub fn by_share<T: Send>(pieces: Vec<T>, work: impl Fn(T) + Sync) -> Duration {
 }
 
 /// Time of a processor that the calling thread takes for `work`.
-fn timed(work: impl FnOnce()) -> Duration {
+pub fn timed(work: impl FnOnce()) -> Duration {
     let before = thread_time();
     work();
     thread_time().saturating_sub(before)

@@ -90,7 +90,7 @@ struct Search<'a> {
 }
 
 /// From none to `most`.
-fn counts(most: u16) -> impl Iterator<Item = u16> + Clone {
+fn counts(most: u16) -> impl Iterator<Item = u16> {
     (0..=TRIALS).map(move |trial| most * trial / TRIALS)
 }
 
@@ -135,17 +135,14 @@ impl Search<'_> {
                 ..self.choice
             });
         }
-        for last in [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32] {
-            for first in [0, first]
-                .into_iter()
-                .filter(|_| defers && last <= layers / 3)
-            {
-                self.try_out(Choice {
-                    deferred: Deferred { first, last },
-                    order: SpillOrder::DeferredFirst,
-                    ..self.choice
-                });
-            }
+        let lasts = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32].into_iter();
+        let lasts = lasts.filter(|last| defers && *last <= layers / 3);
+        for (first, last) in lasts.flat_map(|last| [(0, last), (first, last)]) {
+            self.try_out(Choice {
+                deferred: Deferred { first, last },
+                order: SpillOrder::DeferredFirst,
+                ..self.choice
+            });
         }
     }
 

@@ -69,11 +69,10 @@ impl Builder<'_> {
                 action => link(self.user_of_gradient(action)),
             }
         }
+        let previous = true;
         for (at, action) in links {
-            let previous = true;
-            self.schedule.actions[at]
-                .after
-                .push(After { action, previous });
+            let after = &mut self.schedule.actions[at].after;
+            after.push(After { action, previous });
         }
     }
 

@@ -451,30 +451,24 @@ fn clock(plan: &Plan, schedule: &Schedule, works: &[Work], rates: &Rates) -> [f6
             + compute_seconds(plan, work, rates)
             + work.parameters as f64 / rates.adamw
             + work.zstd / f64::from(rates.cores);
+        let copied_beside = |lane: usize, end: f64| (end.min(copied_until[lane]) - start).max(0.0);
         if lane == UPDATE {
             let beside = (0..lanes.len()).filter(|other| *other != UPDATE);
-            let copied = |lane| copy_rates[lane] * (end.min(copied_until[lane]) - start).max(0.0);
+            let copied = |lane| copy_rates[lane] * copied_beside(lane, end);
             let carried = (work.promote + work.demote) as f64;
             end += (beside.map(copied).sum::<f64>() + carried) / memory;
-            let copying = |lane: Lane| match copy_rates[lane as usize] > 0.0 {
-                true => (end.min(copied_until[lane as usize]) - start).max(0.0),
-                false => 0.0,
-            };
-            let up = ways[0] + copying(Lane::Up) + copying(Lane::Return);
-            let down = ways[1] + copying(Lane::Down);
-            end = match (
-                carried > 0.0,
-                overlaps(plan, schedule.actions[index].action),
-            ) {
-                (false, _) => end,
-                (true, true) => end.max(start + up.max(down)),
-                (true, false) => end + up + down,
-            };
+            if carried > 0.0 {
+                let copying = |lane: Lane| copied_beside(lane as usize, end);
+                let up = ways[0] + copying(Lane::Up) + copying(Lane::Return);
+                let down = ways[1] + copying(Lane::Down);
+                end = match overlaps(plan, schedule.actions[index].action) {
+                    true => end.max(start + up.max(down)),
+                    false => end + up + down,
+                };
+            }
             update = Updating { index, step, end };
-        } else {
+        } else if copies > 0.0 {
             end += copies;
-        }
-        if lane != UPDATE && copies > 0.0 {
             copy_rates[lane] = (work.promote + work.demote) as f64 / copies;
             copied_until[lane] = start + copies;
             let copied = copy_rates[lane] * (end.min(update.end) - start).max(0.0);

@@ -124,8 +124,9 @@ pub struct CudaDevice {
     capability: (u32, u32),
     arena: DeviceMemory,
     workspace: DeviceMemory,
-    streams: [Stream; QUEUES],
-    staging: [Mutex<Staging>; QUEUES],
+    /// By queue, as is what it stages.
+    streams: Vec<Stream>,
+    staging: Vec<Mutex<Staging>>,
     numbers: Mutex<Numbers>,
     modules: Vec<Module>,
     kernels: Mutex<HashMap<&'static str, Kernel>>,
@@ -171,8 +172,15 @@ impl CudaDevice {
         let arena = memory(arena_bytes)?;
         let workspace = memory(WORKSPACE_BYTES + BIAS_BYTES_MAX)?;
         let stream = || Stream::new().map_err(failed);
-        let staging = |bytes| Staging::new(bytes).map(Mutex::new).map_err(failed);
-        let (large, small) = (|| staging(STAGED_BYTES_MAX), || staging(STAGED_BYTES_MIN));
+        let staging = |queue: usize| {
+            let stages = queue == Queue::Compute as usize || queue == Queue::Up as usize;
+            let bytes = if stages {
+                STAGED_BYTES_MAX
+            } else {
+                STAGED_BYTES_MIN
+            };
+            Staging::new(bytes).map(Mutex::new).map_err(failed)
+        };
         let architecture = compile::architecture(card.capability);
         let codes: Vec<Vec<u8>> = compile::SOURCES
             .par_iter()
@@ -190,24 +198,8 @@ impl CudaDevice {
             capability: card.capability,
             arena,
             workspace,
-            streams: [
-                stream()?,
-                stream()?,
-                stream()?,
-                stream()?,
-                stream()?,
-                stream()?,
-                stream()?,
-            ],
-            staging: [
-                large()?,
-                large()?,
-                small()?,
-                small()?,
-                small()?,
-                small()?,
-                small()?,
-            ],
+            streams: (0..QUEUES).map(|_| stream()).collect::<Result<_>>()?,
+            staging: (0..QUEUES).map(staging).collect::<Result<_>>()?,
             numbers: Numbers::new().map(Mutex::new).map_err(failed)?,
             modules,
             kernels: Mutex::default(),
