@@ -6,9 +6,9 @@
 #     benches/card.sh --built DIR SECTION… # with binaries that lie in DIR
 #
 # Sections: right agree steps clip64 free64 clip16 free16 full7 kept7 suggested small in24 in12 depth depth180 adamw; by
-# name alone those that need what the environment names: spill14clip spill14 spill14long (STORE: a directory of a disk with
-# 60 GB free), half (STORE: memory will do), real and curves (TOKENS: a file of u16 tokens; MODEL: the directory of
-# SmolLM2-135M), fine-tune (MODEL; GSM8K: the directory of its train.jsonl and test.jsonl).
+# name alone those that need what the environment names: spill14clip spill14 spill14long moments residuals (STORE: a
+# directory of a disk with 60 GB free), half (STORE: memory will do), real and curves (TOKENS: a file of u16 tokens;
+# MODEL: the directory of SmolLM2-135M), fine-tune (MODEL; GSM8K: the directory of its train.jsonl and test.jsonl).
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 configs=tests/fixtures/configs
@@ -92,17 +92,25 @@ job = json.load(sys.stdin)["jobs"][0]
 read, write = (job[way]["bw_bytes"] / 1e9 for way in ("read", "write"))
 print(f"disk: {read:.2f} + {write:.2f} GB/s by", sys.argv[1])' "$(basename "$by")" <<<"$said"
 }
-fourteen() {
+# A step that spills, with the disk measured before it, for its plan, and after.
+spilled() { # SECTION OPTION…
     local said
     mkdir -p "$STORE"
     said=$(mixed)
     say "" "$said"
     [ -n "$said" ] || { echo "the disk in $STORE could not be measured" >&2 && return 1; }
-    LIMIT=${LIMIT:-500} card "$1" --config $configs/qwen2.5-14b/config.json --micro-batch 16 --host-memory 112GiB \
-        --store "$STORE" --store-size "${SPILL:-56GiB}" --slabs "${SLABS:-48}" ${TRACE:+--trace "$TRACE"} \
-        --disk-rate "$(awk '{print $2 + $4}' <<<"$said")GB" "${@:2}"
+    LIMIT=${LIMIT:-500} card "$1" --store "$STORE" --store-size "${SPILL:-56GiB}" --slabs "${SLABS:-48}" --steps 1 \
+        ${TRACE:+--trace "$TRACE"} --disk-rate "$(awk '{print $2 + $4}' <<<"$said")GB" "${@:2}"
     say "" "$(grep '^disk: busy' "$table.card")"
     say "" "$(mixed)"
+}
+fourteen() {
+    spilled "$1" --config $configs/qwen2.5-14b/config.json --micro-batch 16 --host-memory 112GiB "${@:2}"
+}
+# All moments of 4.35 B in the store and, in less host memory, residuals too.
+moments() { # SECTION HOST DEVICE
+    spilled "$1" --config $configs/qwen2.5-7b/config.json --layers 14 --micro-batch 16 --micro-batches 1 --clip 0 \
+        --host-memory "$2" --device-memory "$3"
 }
 # What is suggested for this machine, with default rates, and the steps that it comes to.
 suggested() { # MODEL
@@ -121,7 +129,7 @@ print(row["step_seconds"])' <<<"$made")
 # The losses of twenty steps, all in host and half of the state in the store.
 half_spilled() {
     local losses=()
-    for host in "100GiB" "28GiB --device-memory 40GiB --store $STORE --store-size 40GiB"; do
+    for host in "100GiB" "20GiB --device-memory 40GiB --store $STORE --store-size 40GiB"; do
         # shellcheck disable=SC2086
         LIMIT=400 half "in ${host%% *}" --micro-batches 1 --clip 0 --steps 18 --host-memory $host
         losses+=("$(grep -o '"losses":\[[^]]*\]' "$table.card")")
@@ -176,9 +184,11 @@ for section in "$@"; do
     in12) budgeted $section 12GB 4 16 ;;
     depth) for layers in ${DEPTHS:-28 56 112}; do deep $layers; done ;;
     depth180) deep 180 118GiB ;;
-    spill14clip) fourteen $section --micro-batches 4 --clip 1 --steps 1 ;;
-    spill14) fourteen $section --micro-batches 4 --clip 0 --steps 1 ;;
-    spill14long) fourteen $section --micro-batches 16 --clip 0 --steps 1 ;;
+    spill14clip) fourteen $section --micro-batches 4 --clip 1 ;;
+    spill14) fourteen $section --micro-batches 4 --clip 0 ;;
+    spill14long) fourteen $section --micro-batches 16 --clip 0 ;;
+    moments) moments $section 16GiB 16GiB ;;
+    residuals) moments $section 7GiB 16GiB ;;
     real) curve $section "$MODEL" --weights ;;
     curves) curve smollm2 $configs/smollm2-135m && curve qwen-0.5b $configs/qwen2.5-0.5b ;;
     fine-tune)
