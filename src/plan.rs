@@ -9,6 +9,7 @@
 //! Order within a step is `schedule`'s, its seconds are `schedule::simulate`'s; resolving `"auto"`
 //! asks the machine and is `machine`'s.
 
+pub mod anchors;
 mod device;
 mod flops;
 mod homes;
@@ -143,12 +144,32 @@ pub struct Choice {
     /// At least so many of the layers whose anchors leave the device have them in the store, even
     /// where states of tiles go there first.
     pub stored_anchors: u16,
+    /// At most so many blocks have anchors that are computed again for their backward, from those
+    /// of the block before: memory of the device for a forward of a block each.
+    pub rebuilt_anchors: u16,
     /// Spilled moments are compressed, where the config leaves that to the plan.
     pub zstd: bool,
     /// Which layers spill first.
     pub order: SpillOrder,
     /// Spare memory of the device is a home of states, before it is of kept activations.
     pub states_on_device: bool,
+}
+
+impl Choice {
+    /// What to begin with, by turns, until one fits: nothing chosen; then what makes room on a
+    /// device. The CPU device's memory is RAM, as the host's is, and no home of states.
+    pub(crate) fn to_fit(device: &DeviceProfile) -> Vec<Choice> {
+        let choices = [(0, false), (0, true), (u16::MAX, false), (u16::MAX, true)];
+        choices
+            .into_iter()
+            .filter(|(_, states_on_device)| device.card.is_some() || !states_on_device)
+            .map(|(rebuilt_anchors, states_on_device)| Choice {
+                rebuilt_anchors,
+                states_on_device,
+                ..Choice::default()
+            })
+            .collect()
+    }
 }
 
 /// Which layers spill first, of those whose sections are as well spilled as others'.
@@ -338,8 +359,8 @@ impl Plan {
         Plan::deferring(spec, config, device, budgets, purpose, Deferred::default())
     }
 
-    /// As [`Plan::new`] of a run that trains; what would be refused on a card may have its states
-    /// there.
+    /// As [`Plan::new`] of a run that trains; what would be refused may have no anchors of some
+    /// blocks on the device, and states there where that is a card.
     pub fn fitting(
         spec: &ModelSpec,
         config: &RunConfig,
@@ -347,13 +368,14 @@ impl Plan {
         budgets: Budgets,
     ) -> Result<Plan> {
         let plan = |choice| Plan::choosing(spec, config, device, budgets, Purpose::Train, choice);
-        match plan(Choice::default()) {
-            Err(Error::Budget { .. }) if device.card.is_some() => plan(Choice {
-                states_on_device: true,
-                ..Choice::default()
-            }),
-            planned => planned,
+        let mut refused = None;
+        for choice in Choice::to_fit(device) {
+            match plan(choice) {
+                Err(error @ Error::Budget { .. }) => refused = refused.or(Some(error)),
+                planned => return planned,
+            }
         }
+        Err(refused.expect("all that was tried was refused"))
     }
 
     /// As [`Plan::new`], with the updates of `deferred` layers under the next forward; with
@@ -391,7 +413,8 @@ impl Plan {
             Purpose::Train => choice.deferred,
         };
         check_card(spec, config, device)?;
-        let least = least_device(spec, config, device, budgets.device, purpose)?;
+        let rebuilt = choice.rebuilt_anchors;
+        let least = least_device(spec, config, device, budgets.device, purpose, rebuilt)?;
         let arena = budgets.device - device.fixed_bytes;
         let asked = choice.stored_anchors.min(least.shape.travelling);
         let room = Room {
@@ -402,6 +425,7 @@ impl Plan {
                 stored: asked,
                 anchor_bytes: least.anchor_bytes,
                 micros: least.shape.micros,
+                rows: least.anchor_rows,
             },
             zstd: config.memory.zstd.or(choice.zstd),
             order: choice.order,

@@ -125,6 +125,13 @@ pub enum Action {
         /// Micro-batch.
         micro: u32,
     },
+    /// The anchor of a layer again: the forward of the block before, on its anchor.
+    Rebuild {
+        /// Layer.
+        layer: u16,
+        /// Micro-batch.
+        micro: u32,
+    },
     /// The head's forward, loss and backward; leaves dHidden in the last anchor.
     Loss {
         /// Micro-batch.

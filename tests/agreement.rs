@@ -99,6 +99,8 @@ struct Way {
     travelling: u16,
     /// Of those, layers whose anchors are in the store instead.
     stored: u16,
+    /// Blocks whose anchors are computed again for their backward.
+    rebuilt: u16,
     buffers: u64,
     /// (block, micro) pairs whose activations are kept.
     kept: u64,
@@ -120,6 +122,7 @@ const PLAIN: Way = Way {
     deferred: Deferred { first: 0, last: 0 },
     travelling: 0,
     stored: 0,
+    rebuilt: 0,
     buffers: 2,
     kept: 0,
     lean: 0,
@@ -168,6 +171,7 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
         let choice = Choice {
             deferred: way.deferred,
             stored_anchors: way.stored,
+            rebuilt_anchors: way.rebuilt,
             order: way.order,
             states_on_device: way.on_device == OnDevice::States,
             zstd: false,
@@ -244,6 +248,7 @@ fn plan(numbers: Numbers, way: Way) -> Plan {
     );
     assert_eq!(plan.host.coder_slabs, coders);
     assert_eq!(plan.map.shape.travelling, way.travelling);
+    assert_eq!(plan.map.shape.rebuilt, way.rebuilt);
     assert_eq!(plan.stored_anchors, way.stored);
     let lean = plan.map.shape.lean;
     assert_eq!((plan.kept.len() as u64, lean), (way.kept, way.lean));
@@ -634,6 +639,61 @@ fn anchors_may_be_in_host() {
         },
     ];
     let numbers = Numbers { blocks: 5, ..SMALL };
+    agree_tied_and_not(numbers, &ways);
+}
+
+#[test]
+fn anchors_may_be_computed_again() {
+    let pairs = 8 * MICROS;
+    let ways = [
+        Way {
+            rebuilt: 1,
+            ..PLAIN
+        },
+        Way {
+            rebuilt: 3,
+            buffers: 3,
+            kept: pairs - 2,
+            lean: pairs - 2,
+            deferred: Deferred { first: 4, last: 2 },
+            isa: Isa::Avx2,
+            ..PLAIN
+        },
+        Way {
+            rebuilt: 3,
+            spilled: Spilled::All,
+            slabs: 4,
+            ..PLAIN
+        },
+        Way {
+            rebuilt: 1,
+            travelling: 1,
+            isa: Isa::Avx512,
+            ..PLAIN
+        },
+    ];
+    let numbers = Numbers { blocks: 8, ..SMALL };
+    agree_tied_and_not(numbers, &ways);
+    // A row is long enough for a gradient.
+    let ways = [
+        Way {
+            rebuilt: 2,
+            on_device: OnDevice::Gradients,
+            deferred: Deferred { first: 10, last: 0 },
+            buffers: 8,
+            ..PLAIN
+        },
+        Way {
+            rebuilt: 3,
+            on_device: OnDevice::States,
+            deferred: Deferred { first: 0, last: 3 },
+            ..PLAIN
+        },
+    ];
+    let numbers = Numbers {
+        seq_len: 512,
+        ..numbers
+    };
     agree_tied_and_not(numbers, &ways);
 }
 

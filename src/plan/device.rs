@@ -1,6 +1,7 @@
 //! The device's tier of a plan: what it must hold, what its kernels take, what of activations is
 //! kept in the room that is left.
 
+use super::anchors::{AnchorRows, travelling_max};
 use super::regions::{self, DeviceMap, DeviceShape};
 use super::{DeviceProfile, Purpose, TilePlan, homes};
 use crate::config::{Recompute, RunConfig};
@@ -48,13 +49,15 @@ pub(super) fn check_card(
     Ok(())
 }
 
-/// The least map that serves; with `recompute = "none"`, with all activations kept, lean.
+/// The least map that serves, with up to `rebuilt` blocks whose anchors are computed again; with
+/// `recompute = "none"`, with all activations kept, lean, and none of that.
 pub(super) fn least_device(
     spec: &ModelSpec,
     config: &RunConfig,
     device: &DeviceProfile,
     budget: u64,
     purpose: Purpose,
+    rebuilt: u16,
 ) -> Result<DeviceMap> {
     let micros = config.train.micro_batches;
     let mut shape = DeviceShape {
@@ -65,6 +68,7 @@ pub(super) fn least_device(
         kept: 0,
         lean: 0,
         travelling: 0,
+        rebuilt: 0,
         activation_bytes: device.activation_bytes,
         converts_weights: device.converts_bf16 && config.precision() != Precision::Fp32,
         precision: config.precision(),
@@ -80,12 +84,25 @@ pub(super) fn least_device(
         shape.lean = shape.kept;
     }
     let mut map = map_of(shape);
-    // Anchors leave where the device cannot hold them: no more of them than that.
     let row = map.anchor_bytes.saturating_mul(micros).max(1);
-    let lack = needed(&map).saturating_sub(budget);
-    if shape.trains && lack > 0 {
-        let rows = u16::try_from(lack.div_ceil(row)).unwrap_or(u16::MAX);
-        shape.travelling = rows.min(regions::travelling_max(spec.blocks));
+    let rows = |bytes: u64| u16::try_from(bytes.div_ceil(row)).unwrap_or(u16::MAX);
+    if shape.trains {
+        // A block is rebuilt from the one before, whose weights must be there at once.
+        let rebuilds = !all_kept && shape.buffers > 1;
+        let lack = rows(needed(&map).saturating_sub(budget));
+        shape.rebuilt = if rebuilds { rebuilt } else { 0 };
+        loop {
+            let most = AnchorRows::rebuilt_max(spec.blocks, shape.travelling);
+            shape.rebuilt = shape.rebuilt.min(most);
+            // Anchors leave where the device cannot hold them: no more of them than that.
+            let leave = lack
+                .saturating_sub(shape.rebuilt)
+                .min(travelling_max(spec.blocks));
+            if leave <= shape.travelling {
+                break;
+            }
+            shape.travelling = leave;
+        }
         map = map_of(shape);
     }
     if needed(&map) > budget || map.bytes == regions::TOO_LARGE {
@@ -95,7 +112,7 @@ pub(super) fn least_device(
             lean,
             ..shape
         });
-        return Err(device_refusal(spec, config, [&least, &map], fixed, budget));
+        return Err(device_refusal(config, [&least, &map], fixed, budget));
     }
     Ok(map)
 }
@@ -132,7 +149,6 @@ pub(super) fn fill_device(
 
 /// Why the device cannot hold the run, with the largest count of micro-batches that it can.
 fn device_refusal(
-    spec: &ModelSpec,
     config: &RunConfig,
     [least, map]: [&DeviceMap; 2],
     fixed_bytes: u64,
@@ -141,7 +157,7 @@ fn device_refusal(
     let needed = map.bytes.saturating_add(fixed_bytes);
     let arena = budget.saturating_sub(fixed_bytes);
     let (shape, micros) = (map.shape, map.shape.micros);
-    let rows = 1 + u64::from(spec.blocks - shape.travelling) * u64::from(shape.trains);
+    let rows = map.anchor_rows.count(shape.trains);
     // A micro-batch's anchors, and what of it must be kept.
     let per_micro = rows
         .saturating_mul(map.anchor_bytes)

@@ -17,8 +17,9 @@ use super::{
 use crate::config::RunConfig;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
-use crate::plan::regions::{AnchorRows, REGION_ALIGN, TOO_LARGE};
-use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section};
+use crate::plan::anchors::AnchorRows;
+use crate::plan::regions::{REGION_ALIGN, TOO_LARGE};
+use crate::tile::{EXTENT_BYTES_MAX, EXTENT_ELEMENTS, PAGE_BYTES, Precision, Section, TileLayout};
 
 /// Slabs that a commit is written through: enough that a drive is never without a write.
 const COMMIT_SLABS: u64 = 8;
@@ -61,6 +62,8 @@ pub(super) struct Anchors {
     pub(super) anchor_bytes: u64,
     /// Anchors of a layer.
     pub(super) micros: u64,
+    /// Rows on the device.
+    pub(super) rows: AnchorRows,
 }
 
 impl Anchors {
@@ -70,11 +73,12 @@ impl Anchors {
         place.unwrap_or(TOO_LARGE).saturating_mul(self.micros)
     }
 
-    /// Rows on the device, of a model of so many tiles.
-    fn rows(self, tiles: usize) -> AnchorRows {
-        let blocks = u16::try_from(tiles - 2).expect("layers are capped");
-        let bytes = self.anchor_bytes.saturating_mul(self.micros);
-        AnchorRows::new(0, bytes, blocks, self.layers)
+    /// Whether a layer's gradient can wait where its anchors were.
+    fn hold(self, layout: &TileLayout, config: &RunConfig) -> bool {
+        let row_bytes = self.anchor_bytes.saturating_mul(self.micros);
+        let gradient = layout.elements * gradient_bytes(config);
+        let row = self.rows.waiting(layout.id.layer, gradient, row_bytes);
+        row.is_some()
     }
 
     fn host_bytes(self) -> u64 {
@@ -166,10 +170,13 @@ enum Movable {
 fn use_spare(tiles: &[TilePlan], config: &RunConfig, room: Room, weights: bool) -> Vec<TilePlan> {
     let precision = config.precision();
     let blocks = || (1..tiles.len() - 1).rev();
-    // The embedding's is finished last and wanted first: it is moved after all others.
+    // The embedding's is finished last and wanted first: it is moved after all others. Those first
+    // that take no memory.
     let order = blocks().chain([tiles.len() - 1, 0]);
     let waiting = order.filter(|layer| tiles[*layer].gradient == GradientHome::Host);
-    let gradients = waiting.map(|layer| (layer, Movable::Gradient));
+    let mut waiting: Vec<usize> = waiting.collect();
+    waiting.sort_by_key(|layer| !room.anchors.hold(&tiles[*layer].layout, config));
+    let gradients = waiting.into_iter().map(|layer| (layer, Movable::Gradient));
     let weight = Movable::Section(Section::Weight);
     let weights = blocks().filter(|_| weights).map(|layer| (layer, weight));
     // A block's states one after another: fewer tiles are updated in pieces.
@@ -207,18 +214,15 @@ impl Spare {
         config: &RunConfig,
         room: Room,
     ) {
-        let rows = room.anchors.rows(self.tiles.len());
         let (mut tiles, mut left) = (self.tiles.clone(), self.left);
         for (layer, moved) in moves {
             if self.host <= room.budgets.host {
                 return;
             }
             let tile = &mut tiles[layer];
-            let gradient = tile.layout.elements * gradient_bytes(config);
-            let in_row = rows.place(tile.layout.id.layer, gradient).is_some();
             let bytes = match moved {
-                Movable::Gradient if in_row => 0,
-                Movable::Gradient => gradient,
+                Movable::Gradient if room.anchors.hold(&tile.layout, config) => 0,
+                Movable::Gradient => tile.layout.elements * gradient_bytes(config),
                 Movable::Section(section) => tile.layout.section_bytes(section, config.precision()),
             };
             let Some(rest) = left.checked_sub(bytes.next_multiple_of(REGION_ALIGN)) else {

@@ -266,6 +266,18 @@ impl Plan {
 
     /// Which anchors go to the store, and why or what would keep them out of it.
     fn anchors_sentence(&self) -> String {
+        let rebuilt = match self.map.shape.rebuilt {
+            0 => String::new(),
+            rebuilt => format!(
+                "  anchors of {rebuilt} of {} blocks are computed again for their backward, from \
+                 those of the block before: the device has other use for their memory\n",
+                self.blocks
+            ),
+        };
+        rebuilt + &self.stored_anchors_sentence()
+    }
+
+    fn stored_anchors_sentence(&self) -> String {
         match self.stored_anchors {
             0 => String::new(),
             stored if self.anchors_by_choice => format!(
@@ -381,6 +393,7 @@ impl Plan {
                 "commit_slabs": self.host.commit_slabs,
                 "coder_slabs": self.host.coder_slabs,
             },
+            "rebuilt_anchors": self.map.shape.rebuilt,
             "store": { "total": self.store_bytes(), "anchors": self.stored_anchor_bytes() },
             "device_arena": { "total": self.map.bytes, "parts": parts },
             "device_fixed": self.device.fixed_bytes,

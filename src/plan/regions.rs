@@ -8,6 +8,7 @@
 //!
 //! What is written into a region, and when, is `schedule`'s; the launches are `layer`'s.
 
+use super::anchors::AnchorRows;
 use super::{GradientHome, Home, TilePlan};
 use crate::model::ModelSpec;
 use crate::tile::{Precision, SECTION_COUNT, Section, TileLayout};
@@ -41,40 +42,6 @@ fn aligned(bytes: u64) -> u64 {
         .unwrap_or(TOO_LARGE)
 }
 
-/// Rows of anchors in which finished gradients of blocks can wait: nobody reads a block's anchors
-/// after its backward, and nobody writes them before the next forward comes to the block before.
-#[derive(Clone, Copy)]
-pub(super) struct AnchorRows {
-    /// Offset of the first.
-    start: u64,
-    /// Layers 1 to here, inclusive, have anchors that leave the device.
-    travelling: u16,
-    blocks: u16,
-    /// Bytes of a row, all micro-batches.
-    bytes: u64,
-}
-
-impl AnchorRows {
-    pub(super) fn new(start: u64, bytes: u64, blocks: u16, travelling: u16) -> AnchorRows {
-        AnchorRows {
-            start,
-            travelling,
-            blocks,
-            bytes,
-        }
-    }
-
-    /// Where the layer's gradient of `bytes` can wait: in a row that the layer has for itself.
-    pub(super) fn place(&self, layer: u16, bytes: u64) -> Option<u64> {
-        let shared = match self.travelling {
-            0 => 0,
-            travelling => travelling + 2,
-        };
-        let fits = layer > shared && layer <= self.blocks && bytes <= self.bytes;
-        fits.then(|| self.start + u64::from(layer - 1 - self.travelling) * self.bytes)
-    }
-}
-
 /// Hands out regions one after another.
 #[derive(Default)]
 struct Cutter {
@@ -105,8 +72,10 @@ impl Cutter {
         &mut self,
         shape: &DeviceShape,
         tiles: &[TilePlan],
-        rows: &AnchorRows,
+        rows: AnchorRows,
+        [anchors, anchor_bytes]: [u64; 2],
     ) -> (Homes, Parked) {
+        let row_bytes = anchor_bytes.saturating_mul(shape.micros);
         let mut homes = Vec::with_capacity(tiles.len());
         let mut parked = Vec::with_capacity(tiles.len());
         for (layer, tile) in (0..).zip(tiles) {
@@ -116,7 +85,8 @@ impl Cutter {
             }));
             let bytes = tile.layout.elements * shape.gradient_bytes;
             let waits = tile.gradient == GradientHome::Device;
-            let in_row = rows.place(layer, bytes);
+            let row = rows.waiting(layer, bytes, row_bytes);
+            let in_row = row.map(|row| anchors + u64::from(row) * row_bytes);
             parked.push(waits.then(|| in_row.unwrap_or_else(|| self.cut(bytes))));
         }
         (homes, parked)
@@ -343,6 +313,8 @@ pub struct DeviceShape {
     pub lean: u64,
     /// Layers 1 to here, inclusive, have their anchors elsewhere between forward and backward.
     pub travelling: u16,
+    /// So many blocks have anchors that are computed again for their backward.
+    pub rebuilt: u16,
     /// Bytes of an activation.
     pub activation_bytes: u64,
     /// The device computes on copies of the weights in its activation format.
@@ -374,9 +346,10 @@ pub struct DeviceMap {
     pub head_accumulator: u64,
     /// f32 accumulator of the embed tile.
     pub embed_accumulator: u64,
-    /// Anchors: the input of each block and of the head, by row (see [`DeviceMap::anchor`]) then
-    /// micro.
+    /// Anchors: the input of each block and of the head, by row then micro.
     pub anchors: u64,
+    /// Which layer's anchors lie in which row.
+    pub anchor_rows: AnchorRows,
     /// Bytes from one anchor to the next.
     pub anchor_bytes: u64,
     /// By layer and section: the section's home, where that is the device.
@@ -434,12 +407,11 @@ impl DeviceMap {
         cutter.part("gradient accumulators");
 
         let anchor_bytes = aligned(product([shape.tokens, spec.hidden, act]));
-        let rows = 1 + u64::from(spec.blocks - shape.travelling) * train;
+        let anchor_rows = AnchorRows::new(spec.blocks, shape.travelling, shape.rebuilt);
+        let rows = anchor_rows.count(shape.trains);
         let anchors = cutter.cut(product([anchor_bytes, rows, shape.micros]));
         cutter.part("anchors");
-        let row = anchor_bytes.saturating_mul(shape.micros);
-        let rows = AnchorRows::new(anchors, row, spec.blocks, shape.travelling);
-        let (homes, parked) = cutter.cut_homes(&shape, tiles, &rows);
+        let (homes, parked) = cutter.cut_homes(&shape, tiles, anchor_rows, [anchors, anchor_bytes]);
         cutter.part(HOMES);
         let workspace = BlockWorkspace::new(spec, shape.tokens, act);
         let kept = cutter.cut_kept(&shape, &workspace);
@@ -464,6 +436,7 @@ impl DeviceMap {
             head_accumulator,
             embed_accumulator,
             anchors,
+            anchor_rows,
             anchor_bytes,
             homes,
             parked,
@@ -488,11 +461,8 @@ impl DeviceMap {
 
     /// Offset of the anchor that is the input of layer `layer` (1..=blocks + 1) for `micro`. The
     /// forward-only form computes in place on those of layer 1.
-    ///
-    /// Layers have a row each. Where those of the first t leave it, layers 1 to t + 2 take turns in
-    /// two rows: those of t + 1 and t + 2 are still there when backward comes to them.
     pub fn anchor(&self, layer: u16, micro: u32) -> u64 {
-        let row = u64::from(self.anchor_row(layer));
+        let row = u64::from(self.anchor_rows.row(layer));
         assert!(
             row == 0 || self.shape.trains,
             "a forward-only map has anchors of one layer"
@@ -520,20 +490,4 @@ impl DeviceMap {
             false => self.workspace.bytes,
         }
     }
-
-    /// Row of a layer's anchors.
-    pub fn anchor_row(&self, layer: u16) -> u16 {
-        let index = layer - 1;
-        match self.shape.travelling {
-            0 => index,
-            travelling if index < travelling + 2 => index % 2,
-            travelling => index - travelling,
-        }
-    }
-}
-
-/// Most layers whose anchors can travel: the head's holds the gradient of the hidden states, and
-/// two rows are for those that come and go.
-pub fn travelling_max(blocks: u16) -> u16 {
-    blocks.saturating_sub(2)
 }

@@ -321,14 +321,31 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// The anchors of a layer again. The weights of the block before come for it and stay for that
+    /// block's own backward, which is next.
+    fn rebuild(&mut self, layer: u16, promotes: bool) {
+        let before = layer - 1;
+        let buffer = self.weights(before, promotes);
+        self.bind(before, buffer);
+        for micro in 0..self.schedule.micros {
+            self.push(Lane::Compute, Action::Rebuild { layer, micro }, &[]);
+        }
+    }
+
     pub(super) fn backward(&mut self) {
         let resident = u16::try_from(self.plan.map.buffers.len()).expect("at most 8 buffers");
         let streamed = self.streamed();
+        let rows = self.plan.map.anchor_rows;
         // Backward of each micro-batch of the layer after, and of the one after that.
         let mut used: [Vec<u32>; 2] = Default::default();
         for layer in (1..self.head).rev() {
             // The last blocks that came through the buffers are still there.
-            let buffer = self.weights(layer, layer + resident <= streamed);
+            let promotes = |layer: u16| layer + resident <= streamed;
+            let here = rows.is_rebuilt(layer + 1);
+            let buffer = self.weights(layer, promotes(layer) && !here);
+            if rows.is_rebuilt(layer) {
+                self.rebuild(layer, promotes(layer - 1));
+            }
             let anchors = self.promote_anchors(layer, &used[1]);
             let accumulator = self.accumulator(layer);
             let demoted = (layer + 2 < self.head).then(|| self.demoted[usize::from(layer) + 2]);

@@ -15,6 +15,8 @@ use crate::plan::{Budgets, Choice, Deferred, DeviceProfile, Plan, Purpose, Spill
 
 /// Steps from none to all that are tried of a count of layers.
 const TRIALS: u16 = 8;
+/// Few layers that are tried, where each counts.
+const FEW: [u16; 14] = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48];
 
 /// The plan of a training run with its prediction, chosen by predicted seconds.
 ///
@@ -26,6 +28,8 @@ const TRIALS: u16 = 8;
 /// - Where tiles are spilled and anchors leave the device, so many of these are in the store in
 ///   their place: their writes come in forward and their reads in backward.
 /// - Spilled moments are compressed or not.
+/// - Where tiles are spilled, or nothing else fits: so many blocks have no anchors of their own on
+///   the device, which is a home to tiles in their place.
 ///
 /// # Errors
 /// [`Error::Budget`] if no choice fits, and those of a config that no device serves.
@@ -41,20 +45,27 @@ pub fn fastest(
         let prediction = simulate(&plan, &Schedule::train(&plan), rates);
         Ok::<_, Error>((plan, prediction))
     };
-    let plain = search(&make, config, spec, rates, Choice::default());
-    if device.card.is_none() || plain.as_ref().is_ok_and(|(plan, _)| !plan.spills()) {
-        return plain;
+    let mut best: Option<(Plan, Prediction)> = None;
+    let mut refused = None;
+    for start in Choice::to_fit(device) {
+        let rebuilds = start.rebuilt_anchors > 0;
+        if best
+            .as_ref()
+            .is_some_and(|(plan, _)| rebuilds || !plan.spills())
+        {
+            break;
+        }
+        match search(&make, config, spec, rates, start) {
+            Ok(found) => {
+                let is_best = |best: &(Plan, Prediction)| is_faster(&found.1, &best.1);
+                if best.as_ref().is_none_or(is_best) {
+                    best = Some(found);
+                }
+            }
+            Err(error) => refused = refused.or(Some(error)),
+        }
     }
-    // The CPU device's memory is RAM, as the host's is; a card's is more.
-    let states = Choice {
-        states_on_device: true,
-        ..Choice::default()
-    };
-    match (plain, search(&make, config, spec, rates, states)) {
-        (Ok(plain), Ok(carried)) if !is_faster(&carried.1, &plain.1) => Ok(plain),
-        (plain, Err(_)) => plain,
-        (_, carried) => carried,
-    }
+    best.ok_or_else(|| refused.expect("a search has found a plan or was refused"))
 }
 
 /// The best plan by all that is chosen from `start` on.
@@ -71,13 +82,13 @@ fn search(
         best: make(start)?,
     };
     let defers = !search.best.0.clipping && !rates.shared_cores;
-    search.choose_deferred(defers, spec.layer_count());
-    if search.best.0.spilled_bytes > 0 {
-        search.choose_order(defers, spec.layer_count());
-        search.choose_anchors();
+    search.choose_arrangement(config, defers, rates);
+    let may_rebuild = search.best.0.spills() || start.rebuilt_anchors > 0;
+    if may_rebuild && search.choose_rebuilt(spec.blocks) {
+        search.choose_arrangement(config, defers, rates);
     }
     if search.best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
-        search.choose_zstd()?;
+        search.tell_zstd();
     }
     Ok(search.best)
 }
@@ -105,16 +116,42 @@ impl Search<'_> {
         let Ok(other) = (self.make)(choice) else {
             return;
         };
-        let moves_states = choice.order != SpillOrder::LastFirst || choice.stored_anchors > 0;
+        let moves_states =
+            choice.order != SpillOrder::LastFirst || choice.stored_anchors > 0 || choice.zstd;
         let is_allowed = moves_states || other.0.store_bytes() <= self.best.0.store_bytes();
         if is_allowed && is_faster(&other.1, &self.best.1) {
             (self.best, self.choice) = (other, choice);
         }
     }
 
-    fn choose_deferred(&mut self, defers: bool, layers: u16) {
-        let firsts = counts(layers).filter(|_| defers);
-        for (first, last) in firsts.flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
+    /// Whether the busiest lane hardly waits: no order of the same work is faster by much.
+    fn is_light(&self, rates: &Rates) -> bool {
+        let light = self.best.1.light_seconds(rates.shared_cores);
+        self.best.1.step_seconds < light * 1.02
+    }
+
+    /// When tiles are updated, and what is spilled, where anything is, and how.
+    fn choose_arrangement(&mut self, config: &RunConfig, defers: bool, rates: &Rates) {
+        let layers = self.best.0.layer_count();
+        if defers && !self.is_light(rates) {
+            self.choose_deferred(layers);
+        }
+        if self.best.0.spilled_bytes > 0 && !self.is_light(rates) {
+            self.choose_order(defers, layers);
+            self.choose_anchors();
+        }
+        if self.best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
+            self.try_out(self.other_zstd());
+        }
+    }
+
+    /// Every pair of counts; once blocks are rebuilt, those that differ in one from what was best.
+    fn choose_deferred(&mut self, layers: u16) {
+        let (best, again) = (self.choice.deferred, self.choice.rebuilt_anchors > 0);
+        for (first, last) in counts(layers).flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
+            if again && first != best.first && last != best.last {
+                continue;
+            }
             let deferred = Deferred { first, last };
             self.try_out(Choice {
                 deferred,
@@ -135,8 +172,7 @@ impl Search<'_> {
                 ..self.choice
             });
         }
-        let lasts = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32].into_iter();
-        let lasts = lasts.filter(|last| defers && *last <= layers / 3);
+        let lasts = FEW.into_iter().filter(|last| defers && *last <= layers / 3);
         for (first, last) in lasts.flat_map(|last| [(0, last), (first, last)]) {
             self.try_out(Choice {
                 deferred: Deferred { first, last },
@@ -155,17 +191,36 @@ impl Search<'_> {
         }
     }
 
-    fn choose_zstd(&mut self) -> Result<()> {
-        let mut other = (self.make)(Choice {
-            zstd: true,
-            ..self.choice
-        })?;
-        if other.0.host.coder_slabs > 0 {
-            if is_faster(&other.1, &self.best.1) {
-                std::mem::swap(&mut self.best, &mut other);
-            }
-            self.best.1.other_zstd_step_seconds = Some(other.1.step_seconds);
+    /// Whether more or fewer blocks without anchors are better.
+    fn choose_rebuilt(&mut self, blocks: u16) -> bool {
+        let before = self.choice.rebuilt_anchors;
+        for rebuilt_anchors in FEW.into_iter().filter(|few| *few <= blocks / 2) {
+            self.try_out(Choice {
+                rebuilt_anchors,
+                ..self.choice
+            });
         }
-        Ok(())
+        self.choice.rebuilt_anchors != before
+    }
+
+    fn other_zstd(&self) -> Choice {
+        Choice {
+            zstd: !self.choice.zstd,
+            ..self.choice
+        }
+    }
+
+    /// The other way to treat moments, once all else is chosen: it may be the better one by then.
+    fn tell_zstd(&mut self) {
+        let Ok(mut other) = (self.make)(self.other_zstd()) else {
+            return;
+        };
+        if other.0.host.coder_slabs == self.best.0.host.coder_slabs {
+            return;
+        }
+        if is_faster(&other.1, &self.best.1) {
+            std::mem::swap(&mut self.best, &mut other);
+        }
+        self.best.1.other_zstd_step_seconds = Some(other.1.step_seconds);
     }
 }

@@ -319,7 +319,9 @@ fn compute_work(plan: &Plan, action: Action) -> Work {
             passes: (2 + plan.map.shape.activation_bytes) as f64 * elements(layer),
             ..Work::default()
         },
-        Action::Forward { .. } | Action::ForwardOnly { .. } => block(1.0, 0.0),
+        Action::Forward { .. } | Action::ForwardOnly { .. } | Action::Rebuild { .. } => {
+            block(1.0, 0.0)
+        }
         Action::Backward { kept, layer, .. } => {
             let mut work = block(if kept.is_some() { 0.0 } else { 1.0 }, 1.0);
             if kept.is_none() {

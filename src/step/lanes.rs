@@ -340,6 +340,12 @@ impl Shared {
                 self.block
                     .forward(device, map, used, Some(map.anchor(layer + 1, micro)));
             }
+            Action::Rebuild { layer, micro } => {
+                let before = layer - 1;
+                let used = block_use(before, micro, map.anchor(before, micro), None);
+                self.block
+                    .forward(device, map, used, Some(map.anchor(layer, micro)));
+            }
             Action::ForwardOnly { layer, micro } => {
                 let x = map.anchor(1, micro);
                 let used = block_use(layer, micro, x, None);

@@ -20,8 +20,12 @@ impl Shared {
         let anchor = |layer, micro| self.poison(map.anchor(layer, micro), map.anchor_bytes);
         match pass.action(index) {
             Action::Forward { layer, micro, .. } | Action::ForwardOnly { layer, micro } => {
+                if self.plan.map.anchor_rows.is_rebuilt(layer) {
+                    anchor(layer, micro);
+                }
                 self.poison_used(pass, index, layer, micro);
             }
+            Action::Rebuild { layer, micro } => self.poison_used(pass, index, layer - 1, micro),
             Action::Backward {
                 layer, micro, kept, ..
             } => {

@@ -105,6 +105,7 @@ pub fn subject(action: Action) -> (Option<u16>, Option<u32>) {
         | Action::EmbedBackward { micro } => (None, Some(micro)),
         Action::Forward { layer, micro, .. }
         | Action::ForwardOnly { layer, micro }
+        | Action::Rebuild { layer, micro }
         | Action::Backward { layer, micro, .. }
         | Action::DemoteAnchor { layer, micro }
         | Action::PromoteAnchor { layer, micro } => (Some(layer), Some(micro)),

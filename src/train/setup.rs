@@ -194,6 +194,7 @@ fn everything_kept(spec: &ModelSpec, config: &RunConfig, profile: &DeviceProfile
         kept: u64::from(spec.blocks) * config.train.micro_batches,
         lean: 0,
         travelling: 0,
+        rebuilt: 0,
         activation_bytes: profile.activation_bytes,
         converts_weights: profile.converts_bf16 && config.precision() != Precision::Fp32,
         precision: config.precision(),

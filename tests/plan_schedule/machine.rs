@@ -442,6 +442,14 @@ impl<'a> Machine<'a> {
                 accesses.extend(keep.map(kept));
                 accesses
             }
+            Action::Rebuild { layer, micro } => {
+                let before = layer - 1;
+                vec![
+                    self.take_use(before, step)?,
+                    (anchor(before, micro), Reads(Content::Input(before, step))),
+                    (anchor(layer, micro), Writes(Content::Input(layer, step))),
+                ]
+            }
             Action::ForwardOnly { layer, micro } => vec![
                 self.take_use(layer, step)?,
                 (
@@ -619,7 +627,7 @@ impl<'a> Machine<'a> {
         let (plan, trains) = (self.plan, self.schedule.form == Form::Train);
         move |layer, micro| {
             let row = if trains {
-                plan.map.anchor_row(layer)
+                plan.map.anchor_rows.row(layer)
             } else {
                 0
             };
