@@ -206,6 +206,23 @@ pub enum Error {
 }
 
 impl Error {
+    /// Of two refusals, by an earlier attempt and by this one, that which lacks less of a tier; the
+    /// earlier where they are not alike.
+    pub(crate) fn or_nearer(self, earlier: Option<Error>) -> Error {
+        match (&self, earlier) {
+            (_, None) => self,
+            (Error::Budget { tier, missing, .. }, Some(earlier)) => match &earlier {
+                Error::Budget {
+                    tier: same,
+                    missing: more,
+                    ..
+                } if tier == same && missing < more => self,
+                _ => earlier,
+            },
+            (_, Some(earlier)) => earlier,
+        }
+    }
+
     /// Exit code of a tool that ends with this error.
     pub fn exit_code(&self) -> u8 {
         match self {

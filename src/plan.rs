@@ -371,7 +371,7 @@ impl Plan {
         let mut refused = None;
         for choice in Choice::to_fit(device) {
             match plan(choice) {
-                Err(error @ Error::Budget { .. }) => refused = refused.or(Some(error)),
+                Err(error @ Error::Budget { .. }) => refused = Some(error.or_nearer(refused)),
                 planned => return planned,
             }
         }
@@ -395,8 +395,7 @@ impl Plan {
         Plan::choosing(spec, config, device, budgets, purpose, choice)
     }
 
-    /// As [`Plan::deferring`], with a part of the anchors in the store and compression as `choice`
-    /// says.
+    /// As [`Plan::deferring`], with all that is chosen by predicted seconds as `choice` says.
     pub fn choosing(
         spec: &ModelSpec,
         config: &RunConfig,

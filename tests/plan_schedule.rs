@@ -872,7 +872,7 @@ fn anchors_are_computed_again_where_that_is_faster_than_a_disk_or_all_that_fits(
     assert!(few > 0 && u64::from(few) * row < weights + row, "{few}");
     assert!(plan.map.bytes <= roomy.map.bytes && plan.spilled_bytes < weights / 4);
     assert!(plan.table(&prediction, &machine_rates()).contains(&format!(
-        "anchors of {few} of 12 blocks are computed again for their backward"
+        "anchors of {few} of 12 blocks take no device memory"
     )));
     assert_eq!(rebuilt(made(&case, PLENTY, 1e15)), 0);
     // Without any disk.
@@ -881,6 +881,49 @@ fn anchors_are_computed_again_where_that_is_faster_than_a_disk_or_all_that_fits(
     let mut single = case.clone();
     single.config.memory.buffers = 1;
     assert!(made(&single, 0, 1e6).is_err());
+}
+
+/// What fits only with anchors that are computed again, and spills: states live on a card, and
+/// fewer are computed again, where that is faster.
+#[test]
+fn what_fits_no_other_way_is_chosen_by_seconds_too() {
+    let mut case = Case {
+        spec: support::spec(12, 64, 17, false),
+        config: support::config(512, 4),
+        choice: Choice::default(),
+    };
+    case.config.train.max_grad_norm = 0.0;
+    case.config.memory.recompute = Recompute::All;
+    let card = DeviceProfile::cuda("card", 0, Precision::Bf16);
+    let plan = |given, choice| {
+        let (spec, config) = (&case.spec, &case.config);
+        Plan::choosing(spec, config, &card, given, Purpose::Train, choice)
+    };
+    let roomy = plan(budgets(PLENTY, PLENTY, 0), Choice::default()).unwrap();
+    let weights: u64 = roomy.tiles.iter().map(|t| 2 * t.layout.elements).sum();
+    let device = roomy.map.bytes + card.fixed_bytes;
+    let given = |store| budgets(device, roomy.host.bytes - weights, store);
+    let found = |store, disk| {
+        let rates = Rates {
+            store_mixed: disk,
+            store_read: disk,
+            store_write: disk,
+            ..machine_rates()
+        };
+        let (spec, config) = (&case.spec, &case.config);
+        fastest(spec, config, &card, given(store), &rates).unwrap()
+    };
+    let start = |states_on_device| Choice {
+        states_on_device,
+        ..Choice::default()
+    };
+    let (few, more) = (weights / 4, weights * 3 / 4);
+    assert!(plan(given(few), start(false)).is_err() && plan(given(few), start(true)).is_err());
+    let (found_few, _) = found(few, 1e6);
+    assert!(found_few.states_on_device() && !found_few.spills());
+    let (found_more, _) = found(more, 1e12);
+    let rebuilt = found_more.map.shape.rebuilt;
+    assert!(rebuilt < found_few.map.shape.rebuilt, "{rebuilt}");
 }
 
 /// AdamW was predicted as if copies to and from the device, which use the same memory, were not
@@ -1009,7 +1052,8 @@ fn spilled_moments_are_compressed_where_that_shortens_the_predicted_step() {
     );
     // The same plan without, which may have been chosen otherwise if it were not for zstd.
     let other = on.other_zstd_step_seconds.unwrap();
-    assert!((1.0..1.02).contains(&(other / off.step_seconds)), "{other}");
+    let ratio = other / off.step_seconds;
+    assert!((0.99..1.031).contains(&ratio), "{ratio}");
     assert_eq!(off.other_zstd_step_seconds, None);
     assert!(on.step_seconds < off.step_seconds * 0.95, "{on:?} {off:?}");
     // The coders' slabs are host's, so as many bytes more are spilled, to the next section.

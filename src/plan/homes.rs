@@ -170,8 +170,8 @@ enum Movable {
 fn use_spare(tiles: &[TilePlan], config: &RunConfig, room: Room, weights: bool) -> Vec<TilePlan> {
     let precision = config.precision();
     let blocks = || (1..tiles.len() - 1).rev();
-    // The embedding's is finished last and wanted first: it is moved after all others. Those first
-    // that take no memory.
+    // Those first that take no memory. The embedding's is finished last and wanted first: it is
+    // moved after all others.
     let order = blocks().chain([tiles.len() - 1, 0]);
     let waiting = order.filter(|layer| tiles[*layer].gradient == GradientHome::Host);
     let mut waiting: Vec<usize> = waiting.collect();

@@ -269,8 +269,8 @@ impl Plan {
         let rebuilt = match self.map.shape.rebuilt {
             0 => String::new(),
             rebuilt => format!(
-                "  anchors of {rebuilt} of {} blocks are computed again for their backward, from \
-                 those of the block before: the device has other use for their memory\n",
+                "  anchors of {rebuilt} of {} blocks take no device memory: they are computed \
+                 again for their backward, from those of the block before\n",
                 self.blocks
             ),
         };

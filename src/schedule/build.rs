@@ -341,8 +341,9 @@ impl<'a> Builder<'a> {
         for layer in (1..self.head).rev() {
             // The last blocks that came through the buffers are still there.
             let promotes = |layer: u16| layer + resident <= streamed;
-            let here = rows.is_rebuilt(layer + 1);
-            let buffer = self.weights(layer, promotes(layer) && !here);
+            // Its weights came when the anchors of the block after were computed again.
+            let came = rows.is_rebuilt(layer + 1);
+            let buffer = self.weights(layer, promotes(layer) && !came);
             if rows.is_rebuilt(layer) {
                 self.rebuild(layer, promotes(layer - 1));
             }

@@ -11,11 +11,12 @@ use super::simulate::{Prediction, Rates, simulate};
 use crate::config::{RunConfig, SpillZstd};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
+use crate::plan::anchors::AnchorRows;
 use crate::plan::{Budgets, Choice, Deferred, DeviceProfile, Plan, Purpose, SpillOrder};
 
 /// Steps from none to all that are tried of a count of layers.
 const TRIALS: u16 = 8;
-/// Few layers that are tried, where each counts.
+/// Counts of layers that are tried where few of them matter.
 const FEW: [u16; 14] = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48];
 
 /// The plan of a training run with its prediction, chosen by predicted seconds.
@@ -45,27 +46,32 @@ pub fn fastest(
         let prediction = simulate(&plan, &Schedule::train(&plan), rates);
         Ok::<_, Error>((plan, prediction))
     };
-    let mut best: Option<(Plan, Prediction)> = None;
+    let mut best: Option<(Choice, Plan, Prediction)> = None;
     let mut refused = None;
     for start in Choice::to_fit(device) {
-        let rebuilds = start.rebuilt_anchors > 0;
-        if best
-            .as_ref()
-            .is_some_and(|(plan, _)| rebuilds || !plan.spills())
-        {
+        // Starts that rebuild are for what fits no other way.
+        let is_enough = |(from, plan, _): &(Choice, Plan, Prediction)| {
+            !plan.spills() || from.rebuilt_anchors != start.rebuilt_anchors
+        };
+        if best.as_ref().is_some_and(is_enough) {
             break;
         }
         match search(&make, config, spec, rates, start) {
-            Ok(found) => {
-                let is_best = |best: &(Plan, Prediction)| is_faster(&found.1, &best.1);
-                if best.as_ref().is_none_or(is_best) {
-                    best = Some(found);
+            Ok((plan, prediction)) => {
+                if best
+                    .as_ref()
+                    .is_none_or(|best| is_faster(&prediction, &best.2))
+                {
+                    best = Some((start, plan, prediction));
                 }
             }
-            Err(error) => refused = refused.or(Some(error)),
+            Err(error) => refused = Some(error.or_nearer(refused)),
         }
     }
-    best.ok_or_else(|| refused.expect("a search has found a plan or was refused"))
+    match best {
+        Some((_, plan, prediction)) => Ok((plan, prediction)),
+        None => Err(refused.expect("a search has found a plan or was refused")),
+    }
 }
 
 /// The best plan by all that is chosen from `start` on.
@@ -83,13 +89,12 @@ fn search(
     };
     let defers = !search.best.0.clipping && !rates.shared_cores;
     search.choose_arrangement(config, defers, rates);
-    let may_rebuild = search.best.0.spills() || start.rebuilt_anchors > 0;
+    let plan = &search.best.0;
+    let may_rebuild = plan.spills() || plan.map.shape.travelling > 0 || start.rebuilt_anchors > 0;
     if may_rebuild && search.choose_rebuilt(spec.blocks) {
         search.choose_arrangement(config, defers, rates);
     }
-    if search.best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
-        search.tell_zstd();
-    }
+    search.tell_zstd(config);
     Ok(search.best)
 }
 
@@ -112,13 +117,11 @@ fn is_faster(a: &Prediction, b: &Prediction) -> bool {
 impl Search<'_> {
     /// Takes the choice if it is faster and, unless it is about what spills, spills no more. What
     /// finds no room makes a plan worse, or none.
-    fn try_out(&mut self, choice: Choice) {
+    fn try_out(&mut self, choice: Choice, may_spill: bool) {
         let Ok(other) = (self.make)(choice) else {
             return;
         };
-        let moves_states =
-            choice.order != SpillOrder::LastFirst || choice.stored_anchors > 0 || choice.zstd;
-        let is_allowed = moves_states || other.0.store_bytes() <= self.best.0.store_bytes();
+        let is_allowed = may_spill || other.0.store_bytes() <= self.best.0.store_bytes();
         if is_allowed && is_faster(&other.1, &self.best.1) {
             (self.best, self.choice) = (other, choice);
         }
@@ -132,6 +135,13 @@ impl Search<'_> {
 
     /// When tiles are updated, and what is spilled, where anything is, and how.
     fn choose_arrangement(&mut self, config: &RunConfig, defers: bool, rates: &Rates) {
+        self.arrange(defers, rates);
+        if self.choose_zstd(config) {
+            self.arrange(defers, rates);
+        }
+    }
+
+    fn arrange(&mut self, defers: bool, rates: &Rates) {
         let layers = self.best.0.layer_count();
         if defers && !self.is_light(rates) {
             self.choose_deferred(layers);
@@ -140,23 +150,29 @@ impl Search<'_> {
             self.choose_order(defers, layers);
             self.choose_anchors();
         }
-        if self.best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
-            self.try_out(self.other_zstd());
-        }
     }
 
-    /// Every pair of counts; once blocks are rebuilt, those that differ in one from what was best.
+    /// Every pair of counts; where one was found before, those that differ from it in one.
     fn choose_deferred(&mut self, layers: u16) {
-        let (best, again) = (self.choice.deferred, self.choice.rebuilt_anchors > 0);
-        for (first, last) in counts(layers).flat_map(|f| counts(layers / 3).map(move |l| (f, l))) {
-            if again && first != best.first && last != best.last {
-                continue;
-            }
+        let best = self.choice.deferred;
+        let (firsts, lasts) = (|| counts(layers), || counts(layers / 3));
+        let again = self.choice.rebuilt_anchors > 0 || self.choice.zstd;
+        let pairs: Vec<(u16, u16)> = match again {
+            false => firsts()
+                .flat_map(|f| lasts().map(move |l| (f, l)))
+                .collect(),
+            true => firsts()
+                .map(|first| (first, best.last))
+                .chain(lasts().map(|last| (best.first, last)))
+                .collect(),
+        };
+        for (first, last) in pairs {
             let deferred = Deferred { first, last };
-            self.try_out(Choice {
+            let choice = Choice {
                 deferred,
                 ..self.choice
-            });
+            };
+            self.try_out(choice, false);
         }
     }
 
@@ -166,41 +182,56 @@ impl Search<'_> {
         let Deferred { first, last } = self.choice.deferred;
         let firsts = counts(layers).filter(|_| defers);
         for first in std::iter::once(first).chain(firsts) {
-            self.try_out(Choice {
+            let choice = Choice {
                 deferred: Deferred { first, last },
                 order: SpillOrder::Spread,
                 ..self.choice
-            });
+            };
+            self.try_out(choice, true);
         }
         let lasts = FEW.into_iter().filter(|last| defers && *last <= layers / 3);
         for (first, last) in lasts.flat_map(|last| [(0, last), (first, last)]) {
-            self.try_out(Choice {
+            let choice = Choice {
                 deferred: Deferred { first, last },
                 order: SpillOrder::DeferredFirst,
                 ..self.choice
-            });
+            };
+            self.try_out(choice, true);
         }
     }
 
     fn choose_anchors(&mut self) {
         for stored_anchors in counts(self.best.0.map.shape.travelling) {
-            self.try_out(Choice {
+            let choice = Choice {
                 stored_anchors,
                 ..self.choice
-            });
+            };
+            self.try_out(choice, true);
         }
     }
 
-    /// Whether more or fewer blocks without anchors are better.
+    /// Whether more blocks without anchors are better, or fewer.
     fn choose_rebuilt(&mut self, blocks: u16) -> bool {
         let before = self.choice.rebuilt_anchors;
-        for rebuilt_anchors in FEW.into_iter().filter(|few| *few <= blocks / 2) {
-            self.try_out(Choice {
+        let most = AnchorRows::rebuilt_max(blocks, 0);
+        let few = FEW.into_iter().filter(|few| *few < most);
+        for rebuilt_anchors in [0].into_iter().chain(few).chain([most]) {
+            let choice = Choice {
                 rebuilt_anchors,
                 ..self.choice
-            });
+            };
+            self.try_out(choice, true);
         }
         self.choice.rebuilt_anchors != before
+    }
+
+    /// Whether moments are compressed.
+    fn choose_zstd(&mut self, config: &RunConfig) -> bool {
+        let before = self.choice.zstd;
+        if self.best.0.spills_moments() && config.memory.zstd == SpillZstd::Auto {
+            self.try_out(self.other_zstd(), true);
+        }
+        self.choice.zstd != before
     }
 
     fn other_zstd(&self) -> Choice {
@@ -210,17 +241,17 @@ impl Search<'_> {
         }
     }
 
-    /// The other way to treat moments, once all else is chosen: it may be the better one by then.
-    fn tell_zstd(&mut self) {
-        let Ok(mut other) = (self.make)(self.other_zstd()) else {
+    /// Says what the other way to treat moments would come to.
+    fn tell_zstd(&mut self, config: &RunConfig) {
+        if !self.best.0.spills_moments() || config.memory.zstd != SpillZstd::Auto {
+            return;
+        }
+        let Ok(other) = (self.make)(self.other_zstd()) else {
             return;
         };
-        if other.0.host.coder_slabs == self.best.0.host.coder_slabs {
-            return;
+        // Coders may have found no room.
+        if other.0.host.coder_slabs != self.best.0.host.coder_slabs {
+            self.best.1.other_zstd_step_seconds = Some(other.1.step_seconds);
         }
-        if is_faster(&other.1, &self.best.1) {
-            std::mem::swap(&mut self.best, &mut other);
-        }
-        self.best.1.other_zstd_step_seconds = Some(other.1.step_seconds);
     }
 }

@@ -19,12 +19,13 @@ impl Shared {
         let head = self.plan.layer_count() - 1;
         let anchor = |layer, micro| self.poison(map.anchor(layer, micro), map.anchor_bytes);
         match pass.action(index) {
-            Action::Forward { layer, micro, .. } | Action::ForwardOnly { layer, micro } => {
+            Action::Forward { layer, micro, .. } => {
                 if self.plan.map.anchor_rows.is_rebuilt(layer) {
                     anchor(layer, micro);
                 }
                 self.poison_used(pass, index, layer, micro);
             }
+            Action::ForwardOnly { layer, micro } => self.poison_used(pass, index, layer, micro),
             Action::Rebuild { layer, micro } => self.poison_used(pass, index, layer - 1, micro),
             Action::Backward {
                 layer, micro, kept, ..
