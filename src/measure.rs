@@ -23,6 +23,8 @@ pub mod usage;
 pub mod words;
 mod worker;
 
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
@@ -44,19 +46,16 @@ const PARAMETER_BYTES: u64 = 14;
 /// Bytes of a parameter that AdamW moves: all are read, all but the gradient written.
 pub const ADAMW_TRAFFIC_BYTES: u64 = 26;
 
+/// A card's copies are at their best from 16 MiB on; and more than most caches hold.
+const COPY_BYTES: usize = 64 << 20;
+
 /// Rates of this machine and a device, measured in a fraction of a second; the store's are what a
 /// common NVMe drive does: [`hops`] measures it.
 ///
 /// # Errors
 /// Those of taking memory.
 pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
-    // A card's copies are at their best from 16 MiB on, and no cache is in their way.
-    let copy_bytes = if profile.card.is_some() {
-        64 << 20
-    } else {
-        2 << 20
-    };
-    let device = measure_device(profile, copy_bytes)?;
+    let device = measure_device(profile, COPY_BYTES)?;
     Ok(Rates {
         gemm: device.gemm,
         attention: device.attention,
@@ -94,7 +93,8 @@ const CARD_BATCH: u32 = 16;
 /// How long a card works before its products are timed.
 const CLOCKS_RISE: Duration = Duration::from_millis(300);
 
-/// Copies are of `copy_bytes`: from host memory only if that is more than the caches hold.
+/// Copies are of `copy_bytes`, from host memory only if that is more than the caches hold; on the
+/// CPU device beside another thread's.
 fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRates> {
     let side: u64 = if profile.card.is_some() { 4096 } else { 768 };
     let (matrix, width) = (side * side, profile.activation_bytes);
@@ -135,16 +135,43 @@ fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRa
     }
     let mut lease = cutter.cut(copy_bytes as u64);
     let bytes = lease.as_mut_slice::<u8>();
-    let count = copy_bytes as f64;
-    let rates = DeviceRates {
+    let mut copies = || {
+        let copy_in = fastest_seconds(5, || device.copy_in(0, bytes));
+        [copy_in, fastest_seconds(5, || device.copy_out(0, bytes))]
+    };
+    let copies = match profile.card {
+        Some(_) => copies(),
+        None => beside_a_copy(copies),
+    };
+    let [copy_in, copy_out] = copies.map(|seconds| copy_bytes as f64 / seconds);
+    device.check()?;
+    Ok(DeviceRates {
         gemm,
         attention,
         passes: (3 * matrix * width) as f64 / pass_seconds,
-        copy_in: count / fastest_seconds(5, || device.copy_in(0, bytes)),
-        copy_out: count / fastest_seconds(5, || device.copy_out(0, bytes)),
-    };
-    device.check()?;
-    Ok(rates)
+        copy_in,
+        copy_out,
+    })
+}
+
+/// Runs `work` while another thread copies, as a lane of the CPU device does beside the others: they
+/// share memory, and two threads of a core its units.
+fn beside_a_copy<T>(work: impl FnOnce() -> T) -> T {
+    let (began, ended) = (Barrier::new(2), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (from, mut to) = (vec![1u8; COPY_BYTES], vec![0u8; COPY_BYTES]);
+            to.copy_from_slice(&from);
+            began.wait();
+            while !ended.load(Ordering::Relaxed) {
+                std::hint::black_box(&mut to).copy_from_slice(&from);
+            }
+        });
+        began.wait();
+        let result = work();
+        ended.store(true, Ordering::Relaxed);
+        result
+    })
 }
 
 /// Numbers from -1 to 1, without a pattern.
