@@ -154,8 +154,8 @@ fn measure_device(profile: &DeviceProfile, copy_bytes: usize) -> Result<DeviceRa
     })
 }
 
-/// Runs `work` while another thread copies, as a lane of the CPU device does beside the others: they
-/// share memory, and two threads of a core its units.
+/// Runs `work` while another thread copies, as a lane of the CPU device does beside the others:
+/// they share memory, and two threads of a core its units.
 fn beside_a_copy<T>(work: impl FnOnce() -> T) -> T {
     let (began, ended) = (Barrier::new(2), AtomicBool::new(false));
     std::thread::scope(|scope| {

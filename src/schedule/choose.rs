@@ -29,8 +29,8 @@ const FEW: [u16; 14] = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48];
 /// - Where tiles are spilled and anchors leave the device, so many of these are in the store in
 ///   their place: their writes come in forward and their reads in backward.
 /// - Spilled moments are compressed or not.
-/// - Where tiles are spilled, anchors leave the device, or nothing else fits: so many blocks have no
-///   anchors of their own on the device, which is a home to others in their place.
+/// - Where tiles are spilled, anchors leave the device, or nothing else fits: so many blocks have
+///   no anchors of their own on the device, which is a home to others in their place.
 ///
 /// # Errors
 /// [`Error::Budget`] if no choice fits, and those of a config that no device serves.
