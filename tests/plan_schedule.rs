@@ -729,17 +729,33 @@ fn activations_are_kept_lean_before_few_are_kept_whole() {
     assert!((some.1 - none.1 - elements * 4.0 / 1e9).abs() < 1e-12);
 }
 
-/// A step whose disk works only while the updates of neighbours run, and then has nothing to do,
-/// took 33 s where the disk alone takes 25.
-#[test]
-fn what_spills_is_spread_where_the_disk_then_always_has_work() {
+/// Twelve blocks in four micro-batches, without clipping and with nothing kept.
+fn unclipped(hidden: u64, seq_len: u64) -> Case {
     let mut case = Case {
-        spec: support::spec(12, 16, 17, false),
-        config: support::config(64, 4),
+        spec: support::spec(12, hidden, 17, false),
+        config: support::config(seq_len, 4),
         choice: Choice::default(),
     };
     case.config.train.max_grad_norm = 0.0;
     case.config.memory.recompute = Recompute::All;
+    case
+}
+
+/// Rates of a machine whose disk does so many bytes a second, either way and both ways.
+fn beside(disk: f64) -> Rates {
+    Rates {
+        store_mixed: disk,
+        store_read: disk,
+        store_write: disk,
+        ..machine_rates()
+    }
+}
+
+/// A step whose disk works only while the updates of neighbours run, and then has nothing to do,
+/// took 33 s where the disk alone takes 25.
+#[test]
+fn what_spills_is_spread_where_the_disk_then_always_has_work() {
+    let case = unclipped(16, 64);
     let roomy = case.roomy();
     let moments: u64 = roomy
         .tiles
@@ -812,13 +828,10 @@ fn states_live_on_a_card_where_that_is_faster_than_a_disk_and_nowhere_else() {
         fastest(&case.spec, &case.config, device, given, rates)
     };
     let with = |disk, link| Rates {
-        store_mixed: disk,
-        store_read: disk,
-        store_write: disk,
         promote: link,
         demote: link,
         shared_cores: false,
-        ..machine_rates()
+        ..beside(disk)
     };
     let (plan, _) = made(&card, PLENTY, &with(1e6, 1e9)).unwrap();
     assert!(plan.states_on_device() && plan.spilled_bytes < states / 8);
@@ -845,23 +858,12 @@ fn states_live_on_a_card_where_that_is_faster_than_a_disk_and_nowhere_else() {
 /// too, with 46 GiB of moments on it and 123 GiB of anchors on the card; 47.3 s with fewer of both.
 #[test]
 fn anchors_are_computed_again_where_that_is_faster_than_a_disk_or_all_that_fits() {
-    let mut case = Case {
-        spec: support::spec(12, 64, 17, false),
-        config: support::config(512, 4),
-        choice: Choice::default(),
-    };
-    case.config.train.max_grad_norm = 0.0;
-    case.config.memory.recompute = Recompute::All;
+    let case = unclipped(64, 512);
     let roomy = case.roomy();
     let row = roomy.map.anchor_bytes * 4;
     let weights: u64 = roomy.tiles.iter().map(|t| 2 * t.layout.elements).sum();
     let made = |case: &Case, store, disk| {
-        let rates = Rates {
-            store_mixed: disk,
-            store_read: disk,
-            store_write: disk,
-            ..machine_rates()
-        };
+        let rates = beside(disk);
         let given = budgets(roomy.map.bytes, roomy.host.bytes - weights / 2, store);
         let device = DeviceProfile::cpu();
         fastest(&case.spec, &case.config, &device, given, &rates)
@@ -887,13 +889,7 @@ fn anchors_are_computed_again_where_that_is_faster_than_a_disk_or_all_that_fits(
 /// fewer are computed again, where that is faster.
 #[test]
 fn what_fits_no_other_way_is_chosen_by_seconds_too() {
-    let mut case = Case {
-        spec: support::spec(12, 64, 17, false),
-        config: support::config(512, 4),
-        choice: Choice::default(),
-    };
-    case.config.train.max_grad_norm = 0.0;
-    case.config.memory.recompute = Recompute::All;
+    let case = unclipped(64, 512);
     let card = DeviceProfile::cuda("card", 0, Precision::Bf16);
     let plan = |given, choice| {
         let (spec, config) = (&case.spec, &case.config);
@@ -904,12 +900,7 @@ fn what_fits_no_other_way_is_chosen_by_seconds_too() {
     let device = roomy.map.bytes + card.fixed_bytes;
     let given = |store| budgets(device, roomy.host.bytes - weights, store);
     let found = |store, disk| {
-        let rates = Rates {
-            store_mixed: disk,
-            store_read: disk,
-            store_write: disk,
-            ..machine_rates()
-        };
+        let rates = beside(disk);
         let (spec, config) = (&case.spec, &case.config);
         fastest(spec, config, &card, given(store), &rates).unwrap()
     };
