@@ -46,8 +46,9 @@ const PARAMETER_BYTES: u64 = 14;
 /// Bytes of a parameter that AdamW moves: all are read, all but the gradient written.
 pub const ADAMW_TRAFFIC_BYTES: u64 = 26;
 
-/// A card's copies are at their best from 16 MiB on; and more than most caches hold.
-const COPY_BYTES: usize = 64 << 20;
+/// Copies of the CPU device: with another thread's beside them more than most caches hold, and
+/// little beside the arenas of a small run.
+const COPY_BYTES: usize = 16 << 20;
 
 /// Rates of this machine and a device, measured in a fraction of a second; the store's are what a
 /// common NVMe drive does: [`hops`] measures it.
@@ -55,7 +56,12 @@ const COPY_BYTES: usize = 64 << 20;
 /// # Errors
 /// Those of taking memory.
 pub fn measure_rates(profile: &DeviceProfile) -> Result<Rates> {
-    let device = measure_device(profile, COPY_BYTES)?;
+    // A card's copies are at their best from 16 MiB on.
+    let copy_bytes = match profile.card {
+        Some(_) => 64 << 20,
+        None => COPY_BYTES,
+    };
+    let device = measure_device(profile, copy_bytes)?;
     Ok(Rates {
         gemm: device.gemm,
         attention: device.attention,
